@@ -1,0 +1,1 @@
+"""How tokens reach experts. Experts cannot tell which algorithm fed them."""

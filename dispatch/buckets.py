@@ -1,0 +1,104 @@
+"""Receive buckets: power-of-two capacity from the rows that really came."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.wire import WireFormat
+
+__all__ = ["Bucket", "BucketMemory", "next_power_of_two"]
+
+_NAN_BYTE = 0xFF  # NaN in every dtype that travels: bf16, fp16, fp32 and e4m3
+
+
+def next_power_of_two(rows: int) -> int:
+    """The smallest power of two at or above ``rows``; 0 for 0."""
+    return 1 << (rows - 1).bit_length() if rows else 0
+
+
+class BucketMemory:
+    """What a bucket of one capacity holds.
+
+    Attributes:
+        capacity: C, rows.
+        raw: uint8 [C, row_bytes], rows as they came.
+        topk_idx: int64 [C, K], -1 past the valid rows.
+        topk_weights: fp32 [C, K].
+        source: int64 [C, 2], (rank, token).
+    """
+
+    def __init__(self, capacity: int, wire: WireFormat, device: torch.device) -> None:
+        self.capacity = capacity
+        self._wire = wire
+        self.raw = wire.allocate(capacity, device)
+        self.topk_idx = torch.empty(capacity, wire.top_k, dtype=torch.int64, device=device)
+        self.topk_weights = torch.empty(capacity, wire.top_k, dtype=torch.float32, device=device)
+        self.source = torch.empty(capacity, 2, dtype=torch.int64, device=device)
+        self._y: Tensor | None = None
+
+    def y(self) -> Tensor:
+        """[C, H] in the model's dtype, taken on first use."""
+        if self._y is None:
+            wire = self._wire
+            self._y = torch.empty(
+                self.capacity, wire.hidden, dtype=wire.dtype, device=self.raw.device
+            )
+        return self._y
+
+    def poison(self, num_rows: int) -> None:
+        """NaN in all that holds no row."""
+        self.raw[num_rows:].fill_(_NAN_BYTE)
+        self.topk_weights[num_rows:].fill_(float("nan"))
+        self.y().fill_(float("nan"))
+
+
+class Bucket:
+    """One slot's receive bucket.
+
+    Growth is two-phase: :meth:`prepare` takes the new memory beside the old, and after all ranks
+    have said that they could, :meth:`commit` swaps; otherwise :meth:`cancel` gives it back.
+
+    Args:
+        wire: Format of the rows.
+        device: Where rows live.
+        fixed_rows: Capacity that never changes (rounded up to a power of two); None to grow.
+    """
+
+    def __init__(
+        self, wire: WireFormat, device: torch.device, fixed_rows: int | None = None
+    ) -> None:
+        self._wire = wire
+        self._device = device
+        self.fixed = fixed_rows is not None
+        self.memory = self._allocate(next_power_of_two(fixed_rows or 0))
+        self._prepared: BucketMemory | None = None
+
+    @property
+    def capacity(self) -> int:
+        """C, rows that fit now: 0 or a power of two."""
+        return self.memory.capacity
+
+    def prepare(self, rows: int, *, with_y: bool = False) -> None:
+        """Take memory for ``rows`` if they do not fit; what allocation raises is the caller's.
+
+        Args:
+            rows: Rows to hold.
+            with_y: Take ``y`` as well, rather than on its first use.
+        """
+        if rows > self.capacity:
+            self._prepared = self._allocate(next_power_of_two(rows))
+        if with_y:
+            (self._prepared or self.memory).y()
+
+    def commit(self) -> None:
+        """Swap in the memory that was prepared, if any."""
+        if self._prepared is not None:
+            self.memory, self._prepared = self._prepared, None
+
+    def cancel(self) -> None:
+        """Give back the memory that was prepared, if any."""
+        self._prepared = None
+
+    def _allocate(self, capacity: int) -> BucketMemory:
+        return BucketMemory(capacity, self._wire, self._device)

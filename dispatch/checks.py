@@ -1,0 +1,134 @@
+"""What is wrong with a caller's tensors, as problems that agreement carries to every rank."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.agreement import Problem, ProblemKind
+from crossdock.dispatch.config import DTYPES, DispatchConfig
+from crossdock.dispatch.routing import find_problem
+
+__all__ = ["Attempt", "check_hidden_states", "check_out", "check_results", "check_routing"]
+
+logger = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = (RuntimeError, MemoryError)  # torch.OutOfMemoryError is a RuntimeError
+_NO_GRAD = (
+    "requires grad, but dispatch and combine have no backward yet: call them under "
+    "torch.no_grad() or on .detach()ed tensors"
+)
+
+
+class Attempt:
+    """A ``with`` block that takes memory, and turns its failure into a problem for agreement.
+
+    Args:
+        purpose: What the memory is for, with its size where that is known.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._purpose = purpose
+        self.problem: Problem | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, _OUT_OF_MEMORY):
+            return False
+        logger.warning("no %s", self._purpose, exc_info=error)
+        self.problem = Problem(
+            ProblemKind.CAPACITY, f"no {self._purpose}: {type(error).__name__}: {error}"
+        )
+        return True
+
+
+def check_hidden_states(
+    x: Tensor, config: DispatchConfig, device: torch.device, num_tokens: int | None = None
+) -> Problem | None:
+    """Hidden states [T, H] of the config's dtype on the transport's device, without grad."""
+    expected = f"[T, {config.hidden}]" if num_tokens is None else f"[{num_tokens}, {config.hidden}]"
+    problem = _check("x", x, expected, (config.dtype,), device)
+    if problem is None and (x.shape[1] != config.hidden or num_tokens not in (None, len(x))):
+        return _wrong_shape("x", x, expected)
+    return problem
+
+
+def check_routing(
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    num_tokens: int,
+    config: DispatchConfig,
+    device: torch.device,
+) -> Problem | None:
+    """Ids int32 or int64 [T, K] and weights fp32 [T, K], with T that of x, and valid values."""
+    expected = f"[{num_tokens}, {config.top_k}]"
+    for name, tensor, dtypes in (
+        ("topk_idx", topk_idx, (torch.int64, torch.int32)),
+        ("topk_weights", topk_weights, (torch.float32,)),
+    ):
+        problem = _check(name, tensor, expected, dtypes, device)
+        if problem is not None:
+            return problem
+        assert tensor is not None
+        if tensor.shape != (num_tokens, config.top_k):
+            return _wrong_shape(name, tensor, expected)
+    assert topk_idx is not None and topk_weights is not None
+    return find_problem(topk_idx, topk_weights, config.num_experts)
+
+
+def check_results(
+    y: Tensor, capacity: int, config: DispatchConfig, device: torch.device
+) -> Problem | None:
+    """Results must be [C, H] of a model dtype on the transport's device, without grad."""
+    expected = f"[{capacity}, {config.hidden}]"
+    problem = _check("y", y, expected, DTYPES, device)
+    if problem is None and y.shape != (capacity, config.hidden):
+        return _wrong_shape("y", y, expected)
+    return problem
+
+
+def check_out(
+    out: Tensor, num_tokens: int, config: DispatchConfig, device: torch.device
+) -> Problem | None:
+    """An ``out`` tensor must be [T, H] of the config's dtype on the transport's device."""
+    expected = f"[{num_tokens}, {config.hidden}]"
+    problem = _check("out", out, expected, (config.dtype,), device)
+    if problem is None and out.shape != (num_tokens, config.hidden):
+        return _wrong_shape("out", out, expected)
+    return problem
+
+
+def _check(
+    name: str, value: object, shape: str, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Problem | None:
+    if not isinstance(value, Tensor):
+        return _routing(f"{name} is a {type(value).__name__}: a tensor {shape} is wanted")
+    if value.requires_grad and torch.is_grad_enabled():
+        return Problem(ProblemKind.GRADIENT, f"{name} {_NO_GRAD}")
+    if value.dim() != 2:
+        return _wrong_shape(name, value, shape)
+    if value.dtype not in dtypes:
+        wanted = " or ".join(map(str, dtypes))
+        return _routing(f"{name} has dtype {value.dtype}: {wanted} is wanted")
+    if value.device != device:
+        return _routing(f"{name} is on {value.device}: this transport's rows live on {device}")
+    return None
+
+
+def _wrong_shape(name: str, value: Tensor, shape: str) -> Problem:
+    return _routing(f"{name} has shape {list(value.shape)}: {shape} is wanted")
+
+
+def _routing(text: str) -> Problem:
+    return Problem(ProblemKind.ROUTING, text)

@@ -1,0 +1,542 @@
+"""Dispatch and combine: check, route, agree, grow, move.
+
+    dispatch   check -> route -> pack -> agree (counts, limits) -> grow or refuse -> move -> unpack
+    combine    check -> agree -> move back -> sum in ascending rank order
+
+Whatever can fail on one rank alone happens before the agreement, so its failure is everybody's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from crossdock.dispatch.agreement import (
+    Agreement,
+    Operation,
+    Problem,
+    ProblemKind,
+    Record,
+    agree,
+    mark_agreed,
+)
+from crossdock.dispatch.algorithms.allgather import AllGather
+from crossdock.dispatch.algorithms.alltoall import AllToAll
+from crossdock.dispatch.algorithms.base import Algorithm, ordered_sum
+from crossdock.dispatch.buckets import Bucket
+from crossdock.dispatch.checks import (
+    Attempt,
+    check_hidden_states,
+    check_out,
+    check_results,
+    check_routing,
+)
+from crossdock.dispatch.config import DTYPES, DispatchConfig
+from crossdock.dispatch.handle import Handle
+from crossdock.dispatch.pending import Pending
+from crossdock.dispatch.placement import ExpertPlacement
+from crossdock.dispatch.routing import Routing
+from crossdock.dispatch.rows import ReceivedRows
+from crossdock.dispatch.settings import compare_settings, settings_of
+from crossdock.dispatch.slots import SlotPlan
+from crossdock.dispatch.topology import Topology
+from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.unpack import unpack
+from crossdock.dispatch.wire import WireFormat
+from crossdock.scratch.errors import DisagreementError, LockedError, RankTimeout
+
+__all__ = ["Dispatcher"]
+
+logger = logging.getLogger(__name__)
+
+_ALGORITHMS: dict[str, type[Algorithm]] = {"alltoall": AllToAll, "allgather": AllGather}
+
+
+@dataclass
+class _Slot:
+    """Buffers of one step in flight."""
+
+    bucket: Bucket
+    handle: Handle | None = None
+
+
+class Dispatcher:
+    """Sends tokens to the ranks that own their experts, and brings results home. Collective.
+
+    Args:
+        config: Settings; the same on all ranks.
+        transport: Of the EP group. Several dispatchers may share one.
+        topology: The rank grid; by default one node of data parallel ranks.
+        placement: Who owns which expert; linear by default.
+        num_slots: Steps that may be in flight (dispatched and not yet combined).
+
+    Raises:
+        DisagreementError: Ranks differ in a setting; names it, the ranks and their values.
+        ConfigError: Settings that do not fit together on some rank.
+    """
+
+    def __init__(
+        self,
+        config: DispatchConfig,
+        transport: Transport,
+        *,
+        topology: Topology | None = None,
+        placement: ExpertPlacement | None = None,
+        num_slots: int = 1,
+    ) -> None:
+        ranks = transport.world_size
+        self.config = config
+        self.transport = transport
+        self.topology = topology or Topology(ranks_per_node=ranks, dp=ranks)
+        self.placement = placement or ExpertPlacement.linear(config.num_experts, ranks)
+        self.num_local_experts = self.placement.num_local_experts(transport.rank)
+        self.wire = WireFormat(
+            hidden=config.hidden,
+            top_k=config.top_k,
+            dtype=config.dtype,
+            fp8=config.wire == "fp8",
+        )
+        transport.require_working()
+        transport.set_timeout(config.timeout_s)
+        problem = self._find_misfit(num_slots)
+        self._slots: list[_Slot] = []
+        if problem is None:
+            fixed = None if config.bucket == "grow" else config.bucket
+            with Attempt(f"{num_slots} receive bucket(s) of {fixed} rows") as attempt:
+                self._slots = [
+                    _Slot(Bucket(self.wire, transport.device, fixed)) for _ in range(num_slots)
+                ]
+            problem = attempt.problem
+        agreement = agree(
+            transport,
+            Record(
+                operation=Operation.CONSTRUCT,
+                problem=problem,
+                values=settings_of(config, self.topology, self.placement, num_slots),
+            ),
+        )
+        different = compare_settings(agreement.values)
+        if different is not None:
+            raise mark_agreed(different)
+        self._algorithm = _ALGORITHMS[config.algorithm](transport, self.placement)
+        self._id = transport.ledger.num_dispatchers
+        transport.ledger.num_dispatchers += 1
+        self._era = 0
+        self._locked = False
+        self._pair_limit = -1
+
+    # ---- the two halves of a layer -------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        handle: Handle | None = None,
+    ) -> tuple[ReceivedRows, Handle]:
+        """Send tokens to the owners of their experts. Collective.
+
+        Args:
+            x: [T, H] hidden states in the config's dtype. T may differ from rank to rank and from
+                step to step, and may be 0.
+            topk_idx: int32 or int64 [T, K] global expert ids, -1 for none; distinct in a token.
+            topk_weights: fp32 [T, K]; ignored where the id is -1.
+            handle: Instead of ids and weights: take the same way as an earlier step of this
+                dispatcher, for another ``x``. Nothing is counted again.
+
+        Returns:
+            The rows that this rank received, and the handle for their way back.
+
+        Raises:
+            RoutingError: Bad tensors, ids or weights on some rank.
+            HandleError: A stale or foreign handle on some rank.
+            LockedError: The step does not fit in what some rank locked; nothing has moved.
+            CapacityError: No free slot, or memory that some rank could not take.
+            NotImplementedError: An input requires grad.
+            DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
+        """
+        return self.dispatch_send(x, topk_idx, topk_weights, handle=handle).wait()
+
+    def combine(self, y: Tensor, handle: Handle, *, out: Tensor | None = None) -> Tensor:
+        """Bring results home and sum each token's, in fp32 and ascending rank order. Collective.
+
+        Args:
+            y: [C, H] one result a received row; ``rows.y`` is sent without a copy. bf16, fp16 or
+                fp32, the same on all ranks.
+            handle: Of the dispatch. Its slot is free when this returns.
+            out: [T, H] to write to; a fresh tensor otherwise.
+
+        Returns:
+            [T, H] in the config's dtype; 0 for a token without experts.
+
+        Raises:
+            RoutingError: ``y`` or ``out`` of wrong shape, dtype or device on some rank.
+            HandleError: A handle that is stale, used up, or another dispatcher's.
+            DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
+        """
+        return self.combine_send(y, handle, out=out).wait()
+
+    def dispatch_send(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        handle: Handle | None = None,
+    ) -> Pending[tuple[ReceivedRows, Handle]]:
+        """Begin a dispatch: everything but waiting for the rows. See :meth:`dispatch`."""
+        self._require_open()
+        problem, routing, packed = self._prepare(x, topk_idx, topk_weights, handle)
+        index = self._free_slot()
+        if index is None:
+            problem = problem or Problem(
+                ProblemKind.CAPACITY,
+                f"no free slot: {len(self._slots)} dispatched step(s) wait for their combine; "
+                "combine first, or construct the Dispatcher with a larger num_slots",
+            )
+        capacity = self._slots[index].bucket.capacity if index is not None else 0
+        agreement = self._agree(
+            Operation.DISPATCH if handle is None else Operation.REDISPATCH,
+            problem,
+            subject=handle.step if isinstance(handle, Handle) else 0,
+            num_tokens=len(x) if problem is None else 0,
+            values=(capacity,),
+            row_limit=capacity if self._locked or self.config.bucket != "grow" else -1,
+            rows=routing.rows if routing is not None else None,
+            pairs=routing.pairs if routing is not None else None,
+        )
+        assert index is not None and routing is not None and packed is not None
+        if handle is None or handle.slot is not None:
+            handle = self._new_handle(agreement, routing, len(x))
+        slot = self._slots[index]
+        received = handle.plan.received
+        self._refuse_what_does_not_fit(agreement, received, handle.pairs)
+        capacities = agreement.values[:, 0].tolist()
+        if any(rows > held for rows, held in zip(received, capacities, strict=True)):
+            self._grow([slot], received[self.transport.rank])
+        handle.slot, slot.handle = index, handle
+        return Pending(self._move(packed, slot, handle))
+
+    def combine_send(
+        self, y: Tensor, handle: Handle, *, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """Begin a combine: everything but waiting and summing. See :meth:`combine`."""
+        self._require_open()
+        problem = self._find_handle_problem(handle, "combine", in_flight=True)
+        if problem is None:
+            assert handle.slot is not None
+            capacity = self._slots[handle.slot].bucket.capacity
+            problem = check_results(y, capacity, self.config, self.transport.device)
+        if problem is None and out is not None:
+            problem = check_out(out, handle.num_tokens, self.config, self.transport.device)
+        rows = home = None
+        if problem is None:
+            with Attempt("memory for the results that come home") as attempt:
+                rows = y[: handle.plan.received[self.transport.rank]].contiguous()
+                home = y.new_empty(len(handle.routing.tokens), y.shape[1])
+                if out is None:
+                    out = y.new_empty(handle.num_tokens, y.shape[1], dtype=self.config.dtype)
+            problem = attempt.problem
+        agreement = self._agree(
+            Operation.COMBINE,
+            problem,
+            subject=handle.step if isinstance(handle, Handle) else 0,
+            values=(DTYPES.index(y.dtype) if problem is None else 0,),
+        )
+        _require_one_dtype(agreement)
+        assert rows is not None and home is not None and out is not None
+        return Pending(self._move_back(rows, home, handle, out))
+
+    # ---- locking and ending --------------------------------------------------------------------
+
+    def lock(self, pair_capacity: int | None = None) -> None:
+        """End of warm-up: from now on no bucket grows. Collective.
+
+        Args:
+            pair_capacity: (row, local expert) pairs that this rank's experts hold, from
+                ``experts.pair_capacity()``; None where they do not limit a step.
+
+        Raises:
+            HandleError: A step is in flight.
+            CapacityError: Some rank could not take the memory of all its slots.
+        """
+        self._require_open()
+        problem = None
+        in_flight = [s.handle.step for s in self._slots if s.handle is not None]
+        if in_flight:
+            problem = Problem(
+                ProblemKind.HANDLE, f"lock: step {in_flight[0]} is in flight; combine it first"
+            )
+        self._agree(Operation.LOCK, problem)
+        # Every slot gets the capacity of the largest, and its y, so that nothing is taken later.
+        self._grow(self._slots, max(s.bucket.capacity for s in self._slots), with_y=True)
+        self._locked = True
+        self._pair_limit = -1 if pair_capacity is None else pair_capacity
+
+    def unlock(self) -> None:
+        """Allow growth again. Collective; makes every handle stale."""
+        self._require_open()
+        self._agree(Operation.UNLOCK)
+        self._locked = False
+        self._pair_limit = -1
+        self._era += 1
+        for slot in self._slots:
+            slot.handle = None
+
+    def check(self) -> None:
+        """Raise on all ranks what a captured step could not. Collective.
+
+        Eager steps raise at once, so here it only finds ranks that are gone or elsewhere.
+        """
+        self._require_open()
+        self._agree(Operation.CHECK)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the others that this rank failed between two calls; their next call raises.
+
+        Called by the ``with`` block when an exception leaves it. Does nothing where the others know
+        already, or where the transport is broken.
+
+        Args:
+            error: What happened; its type and text are what peers see.
+        """
+        text = f"{type(error).__name__}: {error}"
+        try:
+            self._end(Operation.ABORT, Problem(ProblemKind.FAILED, text))
+        except RankTimeout:
+            logger.warning("could not tell all ranks of %s", text, exc_info=True)
+
+    def close(self) -> None:
+        """End this dispatcher. Collective; a peer that still calls gets ``PeerClosed``.
+
+        Does not wait where the transport is broken, and may be called again.
+        """
+        self._end(Operation.CLOSE, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(error)
+
+    # ---- parts of a dispatch -------------------------------------------------------------------
+
+    def _prepare(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: Handle | None,
+    ) -> tuple[Problem | None, Routing | None, Tensor | None]:
+        """Check, route and pack: all that can fail on this rank alone."""
+        config, device = self.config, self.transport.device
+        if handle is None:
+            problem = check_hidden_states(x, config, device)
+            problem = problem or check_routing(topk_idx, topk_weights, len(x), config, device)
+        elif topk_idx is not None or topk_weights is not None:
+            problem = Problem(
+                ProblemKind.ROUTING, "dispatch: a handle, or ids and weights, not both"
+            )
+        else:
+            problem = self._find_handle_problem(handle, "dispatch")
+            problem = problem or check_hidden_states(x, config, device, handle.num_tokens)
+        if problem is not None:
+            return problem, None, None
+        with Attempt("memory for the rows to send") as attempt:
+            if handle is None:
+                assert topk_idx is not None and topk_weights is not None
+                routing = self._algorithm.route(topk_idx.long(), topk_weights)
+            else:
+                routing = handle.routing
+            packed = self.wire.pack(x, routing.ids, routing.weights, routing.packed)
+        if attempt.problem is not None:
+            return attempt.problem, None, None
+        return None, routing, packed
+
+    def _new_handle(self, agreement: Agreement, routing: Routing, num_tokens: int) -> Handle:
+        return Handle(
+            dispatcher=self._id,
+            transport=self.transport,
+            era=self._era,
+            step=agreement.sequence,
+            num_tokens=num_tokens,
+            routing=routing,
+            plan=SlotPlan(agreement.rows),
+            pairs=agreement.pairs.sum(0).tolist(),
+        )
+
+    def _refuse_what_does_not_fit(
+        self, agreement: Agreement, rows: list[int], pairs: list[int]
+    ) -> None:
+        fixed = self.config.bucket != "grow"
+        bucket = f"dispatch.bucket = {self.config.bucket}" + ("" if fixed else ", locked")
+        for what, holder, needs, limits, setting in (
+            ("rows", "its receive bucket holds", rows, agreement.row_limits, bucket),
+            ("pairs", "its experts hold", pairs, agreement.pair_limits, "lock(pair_capacity=)"),
+        ):
+            for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
+                if 0 <= limit < need:
+                    advice = (
+                        f"a dispatch.bucket of {need} or more"
+                        if fixed and what == "rows"
+                        else "unlock(), run a step of this size, lock() again"
+                    )
+                    error = LockedError(
+                        f"rank {rank} would receive {need} {what}, but {holder} {limit} and may "
+                        f"not grow ({setting}). Nothing has moved. Send less, or: {advice}",
+                        ranks=(rank,),
+                    )
+                    raise mark_agreed(error)
+
+    def _grow(self, slots: list[_Slot], rows: int, *, with_y: bool = False) -> None:
+        """Take memory on every rank or on none. Collective."""
+        size = f"{rows} rows x {self.wire.row_bytes} bytes = {rows * self.wire.row_bytes} bytes"
+        with Attempt(f"memory for a receive bucket of {size}") as attempt:
+            for slot in slots:
+                slot.bucket.prepare(rows, with_y=with_y)
+        try:
+            self._agree(Operation.GROW, attempt.problem)
+        except BaseException:
+            for slot in slots:
+                slot.bucket.cancel()
+            raise
+        for slot in slots:
+            slot.bucket.commit()
+
+    def _move(
+        self, packed: Tensor, slot: _Slot, handle: Handle
+    ) -> Callable[[], tuple[ReceivedRows, Handle]]:
+        memory, plan = slot.bucket.memory, handle.plan
+        recv = memory.raw[: plan.received[self.transport.rank]]
+        # All ranks know the total, so a step that moves nothing needs no exchange of rows.
+        work = self._algorithm.send(packed, plan, recv) if plan.total else None
+
+        def finish() -> tuple[ReceivedRows, Handle]:
+            if work is not None:
+                work.wait()
+            debug = self.config.debug
+            return unpack(memory, handle, self.wire, self._algorithm, debug=debug), handle
+
+        return finish
+
+    def _move_back(
+        self, rows: Tensor, home: Tensor, handle: Handle, out: Tensor
+    ) -> Callable[[], Tensor]:
+        plan = handle.plan
+        work = self._algorithm.send_back(rows, plan, home) if plan.total else None
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            ordered_sum(home, handle.routing.tokens, plan.send_rows(self.transport.rank), out)
+            if handle.slot is not None:
+                self._slots[handle.slot].handle = None
+                handle.slot = None
+            return out
+
+        return finish
+
+    # ---- small parts ---------------------------------------------------------------------------
+
+    def _agree(
+        self,
+        operation: Operation,
+        problem: Problem | None = None,
+        *,
+        subject: int = 0,
+        num_tokens: int = 0,
+        values: tuple[int, ...] = (),
+        rows: Tensor | None = None,
+        pairs: Tensor | None = None,
+        row_limit: int = -1,
+    ) -> Agreement:
+        return agree(
+            self.transport,
+            Record(
+                operation=operation,
+                dispatcher=self._id,
+                problem=problem,
+                subject=subject,
+                row_limit=row_limit,
+                pair_limit=self._pair_limit,
+                num_tokens=num_tokens,
+                values=values,
+                rows=rows,
+                pairs=pairs,
+            ),
+        )
+
+    def _free_slot(self) -> int | None:
+        return next((i for i, slot in enumerate(self._slots) if slot.handle is None), None)
+
+    def _find_misfit(self, num_slots: int) -> Problem | None:
+        """Settings that do not fit together, on this rank."""
+        ranks, experts = self.transport.world_size, self.config.num_experts
+        text = None
+        if self.topology.world_size != ranks:
+            text = f"topology has {self.topology.world_size} ranks, the transport {ranks}"
+        elif self.placement.ep_size != ranks:
+            text = f"placement is for {self.placement.ep_size} ranks, the transport has {ranks}"
+        elif self.placement.num_experts != experts:
+            text = f"placement has {self.placement.num_experts} experts, num_experts = {experts}"
+        elif isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+            text = f"num_slots = {num_slots!r}: a whole number above 0"
+        elif self.config.layout == "expert":
+            text = (
+                f"layout = 'expert' needs a one-sided transport, and {self.transport.name} is "
+                "none: use layout = 'row'"
+            )
+        return None if text is None else Problem(ProblemKind.CONFIG, text)
+
+    def _find_handle_problem(
+        self, handle: Handle, call: str, *, in_flight: bool = False
+    ) -> Problem | None:
+        text = None
+        if not isinstance(handle, Handle):
+            text = f"{type(handle).__name__} is no handle: take it from dispatch"
+        elif handle.dispatcher != self._id or handle.transport is not self.transport:
+            text = f"the handle of step {handle.step} is another dispatcher's"
+        elif handle.era != self._era:
+            text = f"the handle of step {handle.step} is stale: unlock() came after it"
+        elif in_flight and handle.slot is None:
+            text = f"the handle of step {handle.step} is used up: one combine a dispatch"
+        return None if text is None else Problem(ProblemKind.HANDLE, f"{call}: {text}")
+
+    def _require_open(self) -> None:
+        self.transport.require_working()
+        ended = self.transport.ledger.ended.get(self._id)
+        if ended is not None:
+            raise ended.with_traceback(None)
+
+    def _end(self, operation: Operation, problem: Problem | None) -> None:
+        ledger = self.transport.ledger
+        if ledger.broken is None and self._id not in ledger.ended:
+            self._agree(operation, problem)
+        self._slots = []
+
+
+def _require_one_dtype(agreement: Agreement) -> None:
+    codes = agreement.values[:, 0].tolist()
+    differ = [rank for rank, code in enumerate(codes) if code != codes[0]]
+    if differ:
+        raise mark_agreed(
+            DisagreementError(
+                f"combine: y is {DTYPES[codes[0]]} on rank 0 and {DTYPES[codes[differ[0]]]} on "
+                f"rank {differ[0]}: one dtype on all ranks",
+                ranks=(differ[0],),
+            )
+        )

@@ -1,0 +1,116 @@
+"""Which ranks each token goes to: once per rank, however many experts it wants there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.agreement import Problem, ProblemKind
+from crossdock.dispatch.placement import ExpertPlacement
+
+__all__ = ["RouteTable", "Routing", "find_problem"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routing:
+    """One rank's tokens, by destination.
+
+    Attributes:
+        packed: int64 [n], token of each row that is put on the wire.
+        ids: int32 [n, K], expert ids that those rows carry (what they mean is the algorithm's).
+        weights: fp32 [n, K], weights that they carry.
+        tokens: int64 [S], token of each row that comes home, by ascending (rank, token).
+        rows: int64 [R] on the CPU, rows to each rank.
+        pairs: int64 [R] on the CPU, (row, local expert) pairs to each rank.
+    """
+
+    packed: Tensor
+    ids: Tensor
+    weights: Tensor
+    tokens: Tensor
+    rows: Tensor
+    pairs: Tensor
+
+
+class RouteTable:
+    """A placement as lookup tables on the device, with one more entry for -1, "no expert"."""
+
+    def __init__(self, placement: ExpertPlacement, device: torch.device) -> None:
+        self.ep_size = placement.ep_size
+        self.num_experts = placement.num_experts
+        # Index -1 reads the last entry.
+        self._owner = torch.cat([placement.owner, torch.tensor([self.ep_size])]).to(device)
+        local = torch.cat([placement.local_ids, torch.tensor([-1])])
+        self._local_id = local.to(device, torch.int32)
+
+    def route(self, topk_idx: Tensor, topk_weights: Tensor) -> Routing:
+        """Rows to the owners of each token's experts, once per owner, with local ids.
+
+        A row's ids are -1 and its weights 0 where expert k lives elsewhere.
+
+        Args:
+            topk_idx: int64 [T, K], ids in [-1, E).
+            topk_weights: fp32 [T, K].
+        """
+        owner = self._owner[topk_idx]
+        wanted = torch.zeros(
+            len(owner), self.ep_size + 1, dtype=torch.bool, device=owner.device
+        ).scatter_(1, owner, True)[:, : self.ep_size]
+        destination, tokens = wanted.t().nonzero().unbind(1)
+        elsewhere = owner[tokens] != destination[:, None]
+        return Routing(
+            packed=tokens,
+            ids=self._local_id[topk_idx[tokens]].masked_fill_(elsewhere, -1),
+            weights=topk_weights[tokens].masked_fill_(elsewhere, 0.0),
+            tokens=tokens,
+            rows=wanted.sum(0).cpu(),
+            pairs=self._count(owner),
+        )
+
+    def count_pairs(self, topk_idx: Tensor) -> Tensor:
+        """int64 [R] on the CPU: (token, expert) pairs that each rank owns."""
+        return self._count(self._owner[topk_idx])
+
+    def _count(self, owner: Tensor) -> Tensor:
+        return torch.bincount(owner.flatten(), minlength=self.ep_size + 1)[: self.ep_size].cpu()
+
+
+def find_problem(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Problem | None:
+    """What is wrong with ids and weights of matching shape [T, K], if anything is.
+
+    An id must be in [-1, E) and stand once in its token; the weight of a real expert must be
+    finite.
+    """
+    outside = (topk_idx >= num_experts) | (topk_idx < -1)
+    if outside.any():
+        token, k = _first(outside)
+        return Problem(
+            ProblemKind.ROUTING,
+            f"topk_idx[{token}, {k}] = {int(topk_idx[token, k])}: expert ids are 0 to "
+            f"{num_experts - 1}, or -1 for none",
+        )
+    ordered = topk_idx.sort(dim=1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if repeated.any():
+        token, k = _first(repeated)
+        return Problem(
+            ProblemKind.ROUTING,
+            f"topk_idx[{token}] names expert {int(ordered[token, k])} more than once: "
+            "add up its weights and put -1 in the other places",
+        )
+    bad = ~topk_weights.isfinite() & (topk_idx >= 0)
+    if bad.any():
+        token, k = _first(bad)
+        return Problem(
+            ProblemKind.ROUTING,
+            f"topk_weights[{token}, {k}] = {float(topk_weights[token, k])} for expert "
+            f"{int(topk_idx[token, k])}: weights must be finite",
+        )
+    return None
+
+
+def _first(mask: Tensor) -> tuple[int, int]:
+    token, k = mask.nonzero()[0].tolist()
+    return token, k

@@ -1,0 +1,50 @@
+"""Who writes where: exact places from the count matrix, no matter how bytes move.
+
+A bucket holds its rows in ascending (source rank, token) order. So the first row of source s on
+destination d is the sum of what sources below s send there, and a source's rows follow in token
+order. Transports that move whole blocks take splits from here; transports that write row by row
+take first places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+__all__ = ["SlotPlan"]
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPlan:
+    """Places of all rows of one step.
+
+    Attributes:
+        counts: int64 [R, R] on the CPU, rows from (row index) to (column index).
+    """
+
+    counts: Tensor
+
+    @cached_property
+    def first(self) -> Tensor:
+        """int64 [R, R]: place in the bucket of (column) of the first row of (row index)."""
+        return self.counts.cumsum(0) - self.counts
+
+    @cached_property
+    def received(self) -> list[int]:
+        """[R] rows that each rank receives."""
+        return [int(n) for n in self.counts.sum(0)]
+
+    @cached_property
+    def total(self) -> int:
+        """Rows that move, over all ranks."""
+        return sum(self.received)
+
+    def send_rows(self, rank: int) -> list[int]:
+        """[R] rows that ``rank`` sends to each rank."""
+        return [int(n) for n in self.counts[rank]]
+
+    def recv_rows(self, rank: int) -> list[int]:
+        """[R] rows that ``rank`` receives from each rank."""
+        return [int(n) for n in self.counts[:, rank]]

@@ -1,0 +1,49 @@
+"""Choosing and making a transport."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from crossdock.dispatch.transports.base import DEFAULT_TIMEOUT_S, Transport
+from crossdock.dispatch.transports.process_group import ProcessGroupTransport
+from crossdock.scratch.errors import ConfigError
+
+__all__ = ["TRANSPORTS", "connect"]
+
+TRANSPORTS = ("auto", "gloo", "nccl")
+
+
+def connect(
+    name: str = "auto",
+    group: dist.ProcessGroup | None = None,
+    device: str | torch.device | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> Transport:
+    """Join this rank to the others. Collective.
+
+    Args:
+        name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), or ``"auto"``: NCCL where this rank's device is a
+            GPU, gloo elsewhere.
+        group: Process group whose ranks form the EP group; by default the default group, which is
+            made from the launcher's environment if nobody has.
+        device: Where rows live. By default this rank's GPU (LOCAL_RANK) for NCCL, and for
+            ``"auto"`` where there is one; else the CPU.
+        timeout_s: Seconds after which a rank that does not answer is a RankTimeout.
+
+    Raises:
+        ConfigError: An unknown name, or a device that the transport cannot use.
+        TransportUnavailable: What the transport needs is not here; says what to get.
+    """
+    if name not in TRANSPORTS:
+        raise ConfigError(f"transport {name!r}: one of {', '.join(TRANSPORTS)}")
+    if device is None:
+        on_gpu = name == "nccl" or (name == "auto" and torch.cuda.is_available())
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
+    device = torch.device(device)
+    if name == "auto":
+        name = "nccl" if device.type == "cuda" else "gloo"
+    return ProcessGroupTransport(name, group=group, device=device, timeout_s=timeout_s)

@@ -1,0 +1,59 @@
+"""From rows as they came to :class:`ReceivedRows`."""
+
+from __future__ import annotations
+
+import torch
+
+from crossdock.dispatch.algorithms.base import Algorithm
+from crossdock.dispatch.buckets import BucketMemory
+from crossdock.dispatch.handle import Handle
+from crossdock.dispatch.rows import ReceivedRows
+from crossdock.dispatch.wire import WireFormat
+
+__all__ = ["unpack"]
+
+
+def unpack(
+    memory: BucketMemory, handle: Handle, wire: WireFormat, algorithm: Algorithm, *, debug: bool
+) -> ReceivedRows:
+    """Read the metadata of the rows that lie in a bucket.
+
+    Args:
+        memory: The bucket; its first rows are the received ones.
+        handle: Of the step.
+        wire: Format of the rows.
+        algorithm: Knows which ids travelled.
+        debug: Fill what holds no row with NaN.
+    """
+    rank = algorithm.transport.rank
+    num_rows = handle.plan.received[rank]
+    num_local_experts = algorithm.placement.num_local_experts(rank)
+    valid = memory.raw[:num_rows]
+
+    ids, weights = memory.topk_idx[:num_rows], memory.topk_weights[:num_rows]
+    ids.copy_(wire.ids(valid))
+    weights.copy_(wire.weights(valid))
+    algorithm.localize(ids, weights)
+    memory.topk_idx[num_rows:] = -1
+    # One more bin, the first, takes the -1 entries.
+    rows_per_expert = torch.bincount(ids.flatten() + 1, minlength=num_local_experts + 1)[1:]
+
+    counts = handle.plan.counts[:, rank].to(memory.raw.device)
+    ranks = torch.arange(len(counts), device=counts.device)
+    memory.source[:num_rows, 0] = torch.repeat_interleave(ranks, counts, output_size=num_rows)
+    memory.source[:num_rows, 1] = wire.token(valid)
+
+    if debug:
+        memory.poison(num_rows)
+    return ReceivedRows(
+        x=wire.payload(memory.raw),
+        scale=wire.scale(memory.raw),
+        topk_idx=memory.topk_idx,
+        topk_weights=memory.topk_weights,
+        num_rows=num_rows,
+        rows_per_expert=rows_per_expert,
+        num_pairs=handle.pairs[rank],
+        source=memory.source,
+        dtype=wire.dtype,
+        take_y=memory.y,
+    )

@@ -1,0 +1,160 @@
+"""A row as bytes: payload, scales, local expert ids, weights and the token it came from.
+
+One row is one contiguous run of ``row_bytes``, a multiple of 16, so a row and its metadata travel
+as one message and every field of a buffer of rows is a strided view of it:
+
+    payload [H] | scale fp32 [ceil(H/128)] | ids int32 [K] | weights fp32 [K] | token int32 | pad
+
+With an fp8 wire the payload is e4m3 with one scale for each 128 elements; otherwise it is the
+model's dtype and there is no scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+__all__ = ["FP8", "FP8_BLOCK", "WireFormat", "dequantize", "quantize"]
+
+FP8 = torch.float8_e4m3fn
+FP8_BLOCK = 128
+FP8_MAX = 448.0
+_ALIGN = 16
+
+
+def num_blocks(hidden: int) -> int:
+    """Scales of a row: ceil(H / 128)."""
+    return -(-hidden // FP8_BLOCK)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as e4m3 with one scale for each 128 elements, the last block possibly shorter.
+
+    scale = amax / 448 (the largest e4m3), 1 for a block of zeros; payload = x / scale, rounded to
+    nearest even. |x - payload * scale| <= max(|x| / 16, scale / 1024): half a step of a 3-bit
+    mantissa, or of the subnormals.
+
+    Args:
+        x: [T, H] in any floating dtype.
+
+    Returns:
+        float8_e4m3fn [T, H] and fp32 [T, ceil(H / 128)].
+    """
+    tokens, hidden = x.shape
+    blocks = num_blocks(hidden)
+    wide = torch.nn.functional.pad(x.float(), (0, blocks * FP8_BLOCK - hidden))
+    wide = wide.view(tokens, blocks, FP8_BLOCK)
+    amax = wide.abs().amax(-1)
+    scale = torch.where(amax > 0, amax / FP8_MAX, 1.0)
+    # A block of the smallest fp32 numbers has no representable amax / 448.
+    scale = scale.clamp_min_(torch.finfo(torch.float32).tiny)
+    payload = (wide / scale[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return payload.view(tokens, blocks * FP8_BLOCK)[:, :hidden].contiguous(), scale
+
+
+def dequantize(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply payload [T, H] by scale [T, ceil(H / 128)], in fp32, rounded once to ``dtype``."""
+    hidden = payload.shape[1]
+    factors = scale.repeat_interleave(FP8_BLOCK, dim=1)[:, :hidden]
+    return (payload.float() * factors).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireFormat:
+    """Places of a row's fields.
+
+    Attributes:
+        hidden: H.
+        top_k: K.
+        dtype: The model's dtype.
+        fp8: Whether the payload travels as e4m3 with scales.
+    """
+
+    hidden: int
+    top_k: int
+    dtype: torch.dtype
+    fp8: bool
+
+    @property
+    def payload_dtype(self) -> torch.dtype:
+        """Element type of the payload on the wire."""
+        return FP8 if self.fp8 else self.dtype
+
+    @cached_property
+    def scale_at(self) -> int:
+        """Byte at which scales begin."""
+        return _round_up(self.hidden * self.payload_dtype.itemsize, 4)
+
+    @cached_property
+    def ids_at(self) -> int:
+        """Byte at which expert ids begin."""
+        return self.scale_at + (4 * num_blocks(self.hidden) if self.fp8 else 0)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row, a multiple of 16."""
+        return _round_up(self.ids_at + 8 * self.top_k + 4, _ALIGN)
+
+    def allocate(self, rows: int, device: torch.device) -> Tensor:
+        """Uninitialised buffer uint8 [rows, row_bytes]."""
+        return torch.empty(rows, self.row_bytes, dtype=torch.uint8, device=device)
+
+    def payload(self, buffer: Tensor) -> Tensor:
+        """[n, H] view of the payload of a buffer uint8 [n, row_bytes]."""
+        return buffer.view(self.payload_dtype)[:, : self.hidden]
+
+    def scale(self, buffer: Tensor) -> Tensor | None:
+        """fp32 [n, ceil(H / 128)] view of the scales, None where the wire has none."""
+        return self._words(buffer, torch.float32, self.scale_at, self.ids_at) if self.fp8 else None
+
+    def ids(self, buffer: Tensor) -> Tensor:
+        """int32 [n, K] view of the expert ids."""
+        return self._words(buffer, torch.int32, self.ids_at, self.ids_at + 4 * self.top_k)
+
+    def weights(self, buffer: Tensor) -> Tensor:
+        """fp32 [n, K] view of the weights."""
+        begin = self.ids_at + 4 * self.top_k
+        return self._words(buffer, torch.float32, begin, begin + 4 * self.top_k)
+
+    def token(self, buffer: Tensor) -> Tensor:
+        """int32 [n] view of the token index at the source."""
+        begin = self.ids_at + 8 * self.top_k
+        return self._words(buffer, torch.int32, begin, begin + 4)[:, 0]
+
+    def pack(self, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
+        """Rows of the given tokens, ready to send.
+
+        Args:
+            x: [T, H] in the model's dtype.
+            ids: int32 [n, K] expert ids of each row.
+            weights: fp32 [n, K] weights of each row.
+            tokens: int64 [n], token of each row; ``arange(T)`` copies without an index.
+
+        Returns:
+            uint8 [n, row_bytes].
+        """
+        buffer = self.allocate(len(tokens), x.device)
+        if self.fp8:
+            x, scale = quantize(x)
+            scales = self.scale(buffer)
+            assert scales is not None
+            torch.index_select(scale, 0, tokens, out=scales)
+            # Bytes, because index_select does not know fp8.
+            x = x.view(torch.uint8)
+            torch.index_select(x, 0, tokens, out=buffer[:, : self.hidden])
+        else:
+            torch.index_select(x, 0, tokens, out=self.payload(buffer))
+        self.ids(buffer).copy_(ids)
+        self.weights(buffer).copy_(weights)
+        self.token(buffer).copy_(tokens)
+        return buffer
+
+    def _words(self, buffer: Tensor, dtype: torch.dtype, begin: int, end: int) -> Tensor:
+        return buffer.view(dtype)[:, begin // 4 : end // 4]
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

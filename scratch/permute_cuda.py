@@ -1,0 +1,235 @@
+"""Permute and unpermute by our CUDA kernels: ``permute_torch``'s results, and no host wait.
+
+Work is in proportion to local pairs, beyond one read of the ids and one write of ``inverse``:
+
+    few ids (decode)   permute_small: one launch, every block counts for the row that it moves
+    otherwise          count_tiles, place_pairs, move_rows: a counting sort, then the rows; each
+                       kernel starts while its predecessor ends and reads its inputs meanwhile
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from crossdock.scratch import jit
+from crossdock.scratch.kernels import Kernel, load_kernel
+from crossdock.scratch.permute_scratch import MAX_TILES, PermuteScratch, padded_experts
+
+if TYPE_CHECKING:
+    from crossdock.scratch.permutation import Permuted
+
+__all__ = ["SOURCES", "index", "is_available", "permute", "supports", "unpermute"]
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cuda"
+
+SMALL_IDS = 2048  # MAX_IDS in rows.cu
+SMALL_THREADS = 256
+SMALL_TOP_K = 32
+MAX_EXPERTS = 1024
+TILE_STEP = 1024  # CHUNK in index.cu
+INDEX_THREADS = 512
+WARPS = 8  # of a block of move_rows or unpermute
+WORDS_IN_FLIGHT = 4  # UNROLL in rows.cu
+C_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
+
+
+@lru_cache(maxsize=1)
+def is_available() -> bool:
+    """Whether the kernels can be compiled here; says once why not."""
+    try:
+        jit.toolkit_include_dirs()
+    except jit.JitMissingError as error:
+        logger.warning("permute and unpermute run in plain torch, which is slower: %s", error)
+        return False
+    return True
+
+
+def supports(topk_idx: Tensor, scratch: PermuteScratch) -> bool:
+    """Whether ids and experts are few enough for the kernels' 32-bit slots and shared memory."""
+    return topk_idx.numel() < 2**31 and scratch.num_local_experts <= MAX_EXPERTS
+
+
+def permute(
+    hidden: Tensor,
+    scale: Tensor | None,
+    topk_idx: Tensor,
+    scratch: PermuteScratch,
+    permuted: Permuted,
+) -> None:
+    """Fills ``permuted``, whose tensors are allocated."""
+    topk_idx = topk_idx.contiguous()
+    device_rows, num_rows = row_count(permuted)
+    top_k = topk_idx.shape[1]
+    rows = _row_arguments(hidden, permuted.hidden, scale, permuted.scale)
+    width = alignment(hidden, permuted.hidden)
+    words = hidden.shape[1] * hidden.dtype.itemsize // width
+    if _is_small(num_rows, top_k):
+        _permute_small(rows, width, words, topk_idx, scratch, permuted)
+        return
+    index(topk_idx, scratch, permuted)
+    num_parts = max(1, math.ceil(words / (32 * WORDS_IN_FLIGHT)))
+    _rows_kernel("move_rows", width, hidden.device)(
+        math.ceil(num_rows * num_parts / WARPS),
+        32 * WARPS,
+        *rows,
+        topk_idx,
+        permuted.inverse,
+        device_rows,
+        num_rows,
+        top_k,
+        scratch.num_local_experts,
+        num_parts,
+        device=hidden.device,
+        overlap=True,
+    )
+
+
+def index(topk_idx: Tensor, scratch: PermuteScratch, permuted: Permuted) -> None:
+    """Fills offsets, inverse and source of ``permuted``; moves no rows."""
+    device_rows, num_rows = row_count(permuted)
+    top_k = topk_idx.shape[1]
+    if _is_small(num_rows, top_k):
+        nothing = (None, None, 0, 0, 0, None, None, 0, 0, 0)
+        _permute_small(nothing, 16, 0, topk_idx, scratch, permuted)
+        return
+    num_slots = num_rows * top_k
+    tile = max(1, math.ceil(num_slots / (MAX_TILES * TILE_STEP))) * TILE_STEP
+    num_tiles = max(1, math.ceil(num_slots / tile))  # offsets are written even if there is no id
+    experts = padded_experts(scratch.num_local_experts)
+    ids = (topk_idx, device_rows, num_rows, top_k, scratch.num_local_experts)
+    count_tiles, place_pairs = (
+        load_kernel(
+            SOURCES / "index.cu", name, device=topk_idx.device, defines={"EXPERTS": experts}
+        )
+        for name in ("count_tiles", "place_pairs")
+    )
+    count_tiles(num_tiles, INDEX_THREADS, *ids, tile, scratch.tile_counts, device=topk_idx.device)
+    place_pairs(
+        num_tiles,
+        INDEX_THREADS,
+        *ids,
+        permuted.source.numel(),
+        tile,
+        scratch.tile_counts,
+        permuted.offsets,
+        permuted.inverse,
+        permuted.source,
+        device=topk_idx.device,
+        overlap=True,
+    )
+
+
+def unpermute(out: Tensor, expert_out: Tensor, topk_weights: Tensor, permuted: Permuted) -> None:
+    """Fills ``out``."""
+    device_rows, num_rows = row_count(permuted)
+    if topk_weights.stride(1) != 1:
+        topk_weights = topk_weights.contiguous()
+    hidden = out.shape[1]
+    elements = min(
+        alignment(expert_out) // expert_out.dtype.itemsize,
+        # Sixteen bytes in may be thirty-two out: two stores, aligned to sixteen.
+        alignment(out) // out.dtype.itemsize if alignment(out) < 16 else 8,
+    )
+    kernel = load_kernel(
+        SOURCES / "unpermute.cu",
+        "unpermute",
+        device=out.device,
+        defines={
+            "IN": C_TYPES[expert_out.dtype],
+            "OUT": C_TYPES[out.dtype],
+            "ELEMENTS": elements,
+        },
+    )
+    num_parts = max(1, math.ceil(hidden / (32 * elements)))
+    kernel(
+        math.ceil(num_rows * num_parts / WARPS),
+        32 * WARPS,
+        expert_out,
+        expert_out.stride(0),
+        out,
+        out.stride(0),
+        hidden,
+        topk_weights,
+        topk_weights.stride(0),
+        permuted.inverse,
+        device_rows,
+        num_rows,
+        permuted.inverse.shape[1],
+        num_parts,
+        device=out.device,
+    )
+
+
+def row_count(permuted: Permuted) -> tuple[Tensor | None, int]:
+    """Where the device finds the number of rows, if it must, and its bound on the host."""
+    if isinstance(permuted.num_rows, Tensor):
+        return permuted.num_rows.to(torch.int64), permuted.inverse.shape[0]
+    return None, permuted.num_rows
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Bytes, at most 16, that divide the start and the row stride of all of them."""
+    return math.gcd(
+        16, *(t.data_ptr() for t in tensors), *(t.stride(0) * t.dtype.itemsize for t in tensors)
+    )
+
+
+def _is_small(num_rows: int, top_k: int) -> bool:
+    return num_rows * top_k <= SMALL_IDS and top_k <= SMALL_TOP_K
+
+
+def _permute_small(
+    rows: tuple[Tensor | int | None, ...],
+    width: int,
+    words: int,
+    topk_idx: Tensor,
+    scratch: PermuteScratch,
+    permuted: Permuted,
+) -> None:
+    device_rows, num_rows = row_count(permuted)
+    num_parts = max(1, math.ceil(words / (SMALL_THREADS * WORDS_IN_FLIGHT)))
+    _rows_kernel("permute_small", width, topk_idx.device)(
+        (num_rows + 1, num_parts),
+        SMALL_THREADS,
+        *rows,
+        topk_idx,
+        device_rows,
+        num_rows,
+        topk_idx.shape[1],
+        scratch.num_local_experts,
+        permuted.source.numel(),
+        permuted.offsets,
+        permuted.inverse,
+        permuted.source,
+        device=topk_idx.device,
+    )
+
+
+def _rows_kernel(name: str, width: int, device: torch.device) -> Kernel:
+    return load_kernel(SOURCES / "rows.cu", name, device=device, defines={"WIDTH": width})
+
+
+def _row_arguments(
+    hidden: Tensor, out: Tensor, scale: Tensor | None, out_scale: Tensor | None
+) -> tuple[Tensor | int | None, ...]:
+    itemsize = hidden.dtype.itemsize
+    rows = (
+        hidden,
+        out,
+        hidden.stride(0) * itemsize,
+        out.stride(0) * itemsize,
+        hidden.shape[1] * itemsize,
+    )
+    if scale is None or out_scale is None:
+        return (*rows, None, None, 0, 0, 0)
+    scales = (scale, out_scale, scale.stride(0), out_scale.stride(0), scale.shape[1])
+    return (*rows, *scales)

@@ -1,0 +1,1 @@
+"""Dispatch, as its specification says it behaves."""
