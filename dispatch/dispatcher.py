@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from crossdock.dispatch.agreement import (
@@ -44,6 +45,7 @@ from crossdock.dispatch.routing import Routing
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.settings import compare_settings, settings_of
 from crossdock.dispatch.slots import SlotPlan
+from crossdock.dispatch.staging import Staging
 from crossdock.dispatch.topology import Topology
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.unpack import unpack
@@ -62,6 +64,7 @@ class _Slot:
     """Buffers of one step in flight."""
 
     bucket: Bucket
+    staging: Staging
     handle: Handle | None = None
 
 
@@ -109,7 +112,8 @@ class Dispatcher:
             fixed = None if config.bucket == "grow" else config.bucket
             with Attempt(f"{num_slots} receive bucket(s) of {fixed} rows") as attempt:
                 self._slots = [
-                    _Slot(Bucket(self.wire, transport.device, fixed)) for _ in range(num_slots)
+                    _Slot(Bucket(self.wire, transport.device, fixed), Staging(transport.device))
+                    for _ in range(num_slots)
                 ]
             problem = attempt.problem
         agreement = agree(
@@ -192,14 +196,8 @@ class Dispatcher:
     ) -> Pending[tuple[ReceivedRows, Handle]]:
         """Begin a dispatch: everything but waiting for the rows. See :meth:`dispatch`."""
         self._require_open()
-        problem, routing, packed = self._prepare(x, topk_idx, topk_weights, handle)
         index = self._free_slot()
-        if index is None:
-            problem = problem or Problem(
-                ProblemKind.CAPACITY,
-                f"no free slot: {len(self._slots)} dispatched step(s) wait for their combine; "
-                "combine first, or construct the Dispatcher with a larger num_slots",
-            )
+        problem, routing, packed = self._prepare(index, x, topk_idx, topk_weights, handle)
         capacity = self._slots[index].bucket.capacity if index is not None else 0
         agreement = self._agree(
             Operation.DISPATCH if handle is None else Operation.REDISPATCH,
@@ -229,17 +227,17 @@ class Dispatcher:
         """Begin a combine: everything but waiting and summing. See :meth:`combine`."""
         self._require_open()
         problem = self._find_handle_problem(handle, "combine", in_flight=True)
-        if problem is None:
-            assert handle.slot is not None
+        if problem is None and handle.slot is not None:
             capacity = self._slots[handle.slot].bucket.capacity
             problem = check_results(y, capacity, self.config, self.transport.device)
         if problem is None and out is not None:
             problem = check_out(out, handle.num_tokens, self.config, self.transport.device)
         rows = home = None
-        if problem is None:
+        if problem is None and handle.slot is not None:
             with Attempt("memory for the results that come home") as attempt:
                 rows = y[: handle.plan.received[self.transport.rank]].contiguous()
-                home = y.new_empty(len(handle.routing.tokens), y.shape[1])
+                staging = self._slots[handle.slot].staging
+                home = staging.take(len(handle.routing.tokens), y.shape[1], y.dtype)
                 if out is None:
                     out = y.new_empty(handle.num_tokens, y.shape[1], dtype=self.config.dtype)
             problem = attempt.problem
@@ -264,6 +262,7 @@ class Dispatcher:
 
         Raises:
             HandleError: A step is in flight.
+            ConfigError: ``pair_capacity`` is no whole number of 0 or more.
             CapacityError: Some rank could not take the memory of all its slots.
         """
         self._require_open()
@@ -272,6 +271,12 @@ class Dispatcher:
         if in_flight:
             problem = Problem(
                 ProblemKind.HANDLE, f"lock: step {in_flight[0]} is in flight; combine it first"
+            )
+        elif pair_capacity is not None and (type(pair_capacity) is not int or pair_capacity < 0):
+            problem = Problem(
+                ProblemKind.CONFIG,
+                f"lock(pair_capacity={pair_capacity!r}): the pairs that this rank's experts hold, "
+                "0 or more, or None (lock the experts' workspace first)",
             )
         self._agree(Operation.LOCK, problem)
         # Every slot gets the capacity of the largest, and its y, so that nothing is taken later.
@@ -337,6 +342,7 @@ class Dispatcher:
 
     def _prepare(
         self,
+        index: int | None,
         x: Tensor,
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
@@ -354,15 +360,24 @@ class Dispatcher:
         else:
             problem = self._find_handle_problem(handle, "dispatch")
             problem = problem or check_hidden_states(x, config, device, handle.num_tokens)
+        if problem is None and index is None:
+            problem = Problem(
+                ProblemKind.CAPACITY,
+                f"no free slot: {len(self._slots)} dispatched step(s) wait for their combine; "
+                "combine first, or construct the Dispatcher with a larger num_slots",
+            )
         if problem is not None:
             return problem, None, None
+        assert index is not None
         with Attempt("memory for the rows to send") as attempt:
             if handle is None:
                 assert topk_idx is not None and topk_weights is not None
                 routing = self._algorithm.route(topk_idx.long(), topk_weights)
             else:
                 routing = handle.routing
-            packed = self.wire.pack(x, routing.ids, routing.weights, routing.packed)
+            staging, wire = self._slots[index].staging, self.wire
+            packed = staging.take(len(routing.packed), wire.row_bytes, torch.uint8)
+            wire.pack(packed, x, routing.ids, routing.weights, routing.packed)
         if attempt.problem is not None:
             return attempt.problem, None, None
         return None, routing, packed

@@ -124,19 +124,16 @@ class WireFormat:
         begin = self.ids_at + 8 * self.top_k
         return self._words(buffer, torch.int32, begin, begin + 4)[:, 0]
 
-    def pack(self, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> Tensor:
-        """Rows of the given tokens, ready to send.
+    def pack(self, buffer: Tensor, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> None:
+        """Write rows of the given tokens, ready to send.
 
         Args:
+            buffer: uint8 [n, row_bytes], overwritten.
             x: [T, H] in the model's dtype.
             ids: int32 [n, K] expert ids of each row.
             weights: fp32 [n, K] weights of each row.
-            tokens: int64 [n], token of each row; ``arange(T)`` copies without an index.
-
-        Returns:
-            uint8 [n, row_bytes].
+            tokens: int64 [n], token of each row.
         """
-        buffer = self.allocate(len(tokens), x.device)
         if self.fp8:
             x, scale = quantize(x)
             scales = self.scale(buffer)
@@ -150,7 +147,6 @@ class WireFormat:
         self.ids(buffer).copy_(ids)
         self.weights(buffer).copy_(weights)
         self.token(buffer).copy_(tokens)
-        return buffer
 
     def _words(self, buffer: Tensor, dtype: torch.dtype, begin: int, end: int) -> Tensor:
         return buffer.view(dtype)[:, begin // 4 : end // 4]

@@ -14,6 +14,8 @@ from crossdock.dispatch.transports.base import Transport, Work
 
 __all__ = ["Algorithm", "ordered_sum"]
 
+_TOKENS_IN_CACHE = 128
+
 
 class Algorithm(ABC):
     """One way to bring tokens to experts. The way home is the same for all.
@@ -62,11 +64,28 @@ def ordered_sum(home: Tensor, tokens: Tensor, rows: list[int], out: Tensor) -> N
         rows: [R] rows from each rank.
         out: [T, H], overwritten; exactly 0 for a token with no rows.
     """
-    total = out.new_zeros(out.shape, dtype=torch.float32)
-    for part, index in zip(torch.split(home, rows), torch.split(tokens, rows), strict=True):
-        if len(index):
-            total.index_add_(0, index, part.float())
-    out.copy_(total)
+    # On the CPU a block of tokens is summed over all ranks while it lies in the cache.
+    block = _TOKENS_IN_CACHE if out.device.type == "cpu" else max(len(out), 1)
+    parts = [
+        (part, index, _cuts(index, len(out), block))
+        for part, index in zip(torch.split(home, rows), torch.split(tokens, rows), strict=True)
+    ]
+    for i, begin in enumerate(range(0, len(out), block)):
+        target = out[begin : begin + block]
+        total = torch.zeros(target.shape, dtype=torch.float32, device=out.device)
+        for part, index, cuts in parts:
+            here = slice(cuts[i], cuts[i + 1])
+            total.index_add_(0, index[here] - begin, part[here].float())
+        target.copy_(total)
+
+
+def _cuts(index: Tensor, num_tokens: int, block: int) -> list[int]:
+    """Where each block of tokens begins in an ascending index, and where the last one ends."""
+    if num_tokens <= block:
+        return [0, len(index)]
+    edges = torch.arange(0, num_tokens + block, block, device=index.device)
+    cuts: list[int] = torch.searchsorted(index, edges).tolist()
+    return cuts
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Measurements: correctness first, then times beside their ceilings, in one run."""
