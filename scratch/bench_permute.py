@@ -14,12 +14,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from crossdock.scratch import permute_cuda, permute_torch
+from crossdock.scratch.convert import FP8, swiglu
 from crossdock.scratch.kernels import load_kernel
 from crossdock.scratch.permutation import Permuted, permute, unpermute
 from crossdock.scratch.permute_scratch import PermuteScratch, permute_scratch
@@ -30,7 +32,6 @@ __all__ = ["CASES", "CPU_CASES", "Case", "run_permute_bench"]
 FLUSH_BYTES = 256 << 20  # several times any L2
 COPY_THREADS = 256
 COPY_UNROLL = 4  # UNROLL in copy.cu
-FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ def run_permute_bench(
     Returns:
         JSON-able: ``device``, ``floor_us`` (an empty kernel, on CUDA), and for each case its shape,
         ``pairs``, ``permute_us``, ``permute_ceiling_us``, ``permute_ratio`` (ceiling / time),
-        ``index_us``, and the same three for unpermute. Each ``_us`` is the median in microseconds.
+        ``index_us``, and the same three for unpermute; ``activations``, SwiGLU alone and with
+        quantisation beside a copy of its bytes. Each ``_us`` is the median in microseconds.
 
     Raises:
         AssertionError: A result differs from plain torch's.
@@ -118,6 +120,7 @@ def run_permute_bench(
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "cases": [_run_case(case, device, timer, seed) for case in chosen],
+        "activations": _run_activations(device, timer, pairs=16384 if on_gpu else 1024),
     }
     if on_gpu:
         nothing = load_kernel(permute_cuda.SOURCES / "copy.cu", "nothing", device=device)
@@ -168,15 +171,39 @@ def _run_case(case: Case, device: torch.device, timer: _Timer, seed: int) -> dic
         "pairs": num_pairs,
         "permute_us": timer.median_us(run),
         "index_us": timer.median_us(lambda: _index(topk_idx, scratch, permuted)),
-        "permute_ceiling_us": timer.copy_us(pairs, pair_bytes, pair_bytes, permuted.source),
+        "permute_ceiling_us": timer.copy_us(pairs, pair_bytes, pair_bytes),
         "unpermute_us": timer.median_us(lambda: unpermute(out, expert_out, weights, permuted)),
-        "unpermute_ceiling_us": timer.copy_us(
-            expert_out, expert_out.nbytes, out.nbytes, permuted.source
-        ),
+        "unpermute_ceiling_us": timer.copy_us(expert_out, expert_out.nbytes, out.nbytes),
     }
     for name in ("permute", "unpermute"):
         result[f"{name}_ratio"] = result[f"{name}_ceiling_us"] / result[f"{name}_us"]
     return result
+
+
+def _run_activations(device: torch.device, timer: _Timer, *, pairs: int) -> list[dict[str, Any]]:
+    intermediate = 2048
+    gate_up = torch.randn(pairs, 2 * intermediate, device=device).bfloat16()
+    results = []
+    for name, dtype, num_scales in (
+        ("swiglu", torch.bfloat16, 0),
+        ("swiglu, fp8 by row", FP8, 1),
+        ("swiglu, fp8 by 128", FP8, intermediate // 128),
+    ):
+        out = torch.empty(pairs, intermediate, dtype=dtype, device=device)
+        scale = torch.empty(pairs, num_scales, device=device) if num_scales else None
+        us = timer.median_us(partial(swiglu, gate_up, out=out, scale=scale))
+        ceiling = timer.copy_us(gate_up, gate_up.nbytes, out.nbytes)
+        results.append(
+            {
+                "name": name,
+                "pairs": pairs,
+                "intermediate": intermediate,
+                "us": us,
+                "ceiling_us": ceiling,
+                "ratio": ceiling / us,
+            }
+        )
+    return results
 
 
 def _index(topk_idx: Tensor, scratch: PermuteScratch, permuted: Permuted) -> None:
@@ -207,7 +234,7 @@ class _Timer:
     def median_us(self, run: Callable[[], object]) -> float:
         raise NotImplementedError
 
-    def copy_us(self, memory: Tensor, read: int, written: int, rows: Tensor) -> float:
+    def copy_us(self, memory: Tensor, read: int, written: int) -> float:
         """A move of so many bytes of ``memory`` with no index work."""
         raise NotImplementedError
 
@@ -222,7 +249,7 @@ class _HostTimer(_Timer):
             times.append(time.perf_counter() - start)
         return statistics.median(times) * 1e6
 
-    def copy_us(self, memory: Tensor, read: int, written: int, rows: Tensor) -> float:
+    def copy_us(self, memory: Tensor, read: int, written: int) -> float:
         in_order = torch.arange(memory.shape[0])
         target = torch.empty_like(memory)
         words, target = memory.view(torch.uint8), target.view(torch.uint8)
@@ -253,7 +280,7 @@ class _GraphTimer(_Timer):
             times.append(float(start.elapsed_time(end)))
         return statistics.median(times) * 1e3
 
-    def copy_us(self, memory: Tensor, read: int, written: int, rows: Tensor) -> float:
+    def copy_us(self, memory: Tensor, read: int, written: int) -> float:
         kernel = load_kernel(permute_cuda.SOURCES / "copy.cu", "copy_words", device=self._device)
         source = torch.empty(read // 16 * 16, dtype=torch.uint8, device=self._device)
         target = torch.empty(written // 16 * 16, dtype=torch.uint8, device=self._device)

@@ -40,7 +40,7 @@ class Permuted:
         inverse: int32 [C, K] the pair that row c, column k became; -1 where it is none. Past
             ``num_rows`` unspecified.
         source: int32 [P] the row of each pair. Past ``offsets[-1]`` unspecified.
-        num_rows: Rows that count, on the host or (int32 or int64, one element) on the device.
+        num_rows: Rows that count, on the host or (int64, one element) on the device.
     """
 
     hidden: Tensor
@@ -77,7 +77,7 @@ def permute(
         num_pairs: P. The pairs in ``topk_idx``; where the host does not know them, any number
             that is not smaller.
         num_rows: Rows that count, the rest of ``topk_idx`` is not read; None for all C. May be a
-            tensor on the device, so that nothing is baked into a CUDA graph.
+            tensor of one element on the device, so that nothing is baked into a CUDA graph.
         out: [P, H] where the permuted rows go; rows may be strided, a larger first dimension is
             legal, None for a fresh tensor like ``hidden``. Another dtype converts on the way:
             bf16, fp16 or fp32 dequantises fp8 rows, float8_e4m3fn quantises others, or fp8 rows
@@ -114,13 +114,14 @@ def permute(
         offsets=scratch.offsets,
         inverse=torch.empty((capacity, top_k), dtype=torch.int32, device=topk_idx.device),
         source=scratch.source(num_pairs),
-        num_rows=capacity if num_rows is None else num_rows,
+        num_rows=capacity if num_rows is None else _wide(num_rows),
     )
     converts = out.dtype != hidden.dtype or _width(out_scale) != _width(scale)
     if converts:
         check_scale("hidden", hidden, scale)
         check_scale("out", out, out_scale)
     if _by_kernels(topk_idx, scratch):
+        topk_idx = topk_idx.contiguous()
         if converts:
             permute_cuda.index(topk_idx, scratch, permuted)
             convert_cuda.convert(
@@ -195,6 +196,10 @@ def _by_kernels(topk_idx: Tensor, scratch: PermuteScratch) -> bool:
         and permute_cuda.supports(topk_idx, scratch)
         and permute_cuda.is_available()
     )
+
+
+def _wide(num_rows: int | Tensor) -> int | Tensor:
+    return num_rows.to(torch.int64) if isinstance(num_rows, Tensor) else num_rows
 
 
 def _width(scale: Tensor | None) -> int:

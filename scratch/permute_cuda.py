@@ -2,9 +2,10 @@
 
 Work is in proportion to local pairs, beyond one read of the ids and one write of ``inverse``:
 
-    few ids (decode)   permute_small: one launch, every block counts for the row that it moves
-    otherwise          count_tiles, place_pairs, move_rows: a counting sort, then the rows; each
-                       kernel starts while its predecessor ends and reads its inputs meanwhile
+    count_tiles, place_pairs   a counting sort of the local ids; place_pairs alone for few ids
+    move_rows                  each row read once, written to all of its pairs
+
+Each kernel starts while its predecessor ends, and reads its inputs meanwhile.
 """
 
 from __future__ import annotations
@@ -31,14 +32,12 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cuda"
 
-SMALL_IDS = 2048  # MAX_IDS in rows.cu
-SMALL_THREADS = 256
-SMALL_TOP_K = 32
 MAX_EXPERTS = 1024
 TILE_STEP = 1024  # CHUNK in index.cu
 INDEX_THREADS = 512
-WARPS = 8  # of a block of move_rows or unpermute
+WARPS = 8  # of a block of move_rows
 WORDS_IN_FLIGHT = 4  # UNROLL in rows.cu
+SUM_THREADS = 128  # THREADS in unpermute.cu
 C_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 
 
@@ -65,19 +64,18 @@ def permute(
     scratch: PermuteScratch,
     permuted: Permuted,
 ) -> None:
-    """Fills ``permuted``, whose tensors are allocated."""
-    topk_idx = topk_idx.contiguous()
+    """Fills ``permuted``, whose tensors are allocated; ``topk_idx`` is contiguous."""
     device_rows, num_rows = row_count(permuted)
     top_k = topk_idx.shape[1]
     rows = _row_arguments(hidden, permuted.hidden, scale, permuted.scale)
     width = alignment(hidden, permuted.hidden)
     words = hidden.shape[1] * hidden.dtype.itemsize // width
-    if _is_small(num_rows, top_k):
-        _permute_small(rows, width, words, topk_idx, scratch, permuted)
-        return
     index(topk_idx, scratch, permuted)
     num_parts = max(1, math.ceil(words / (32 * WORDS_IN_FLIGHT)))
-    _rows_kernel("move_rows", width, hidden.device)(
+    move_rows = load_kernel(
+        SOURCES / "rows.cu", "move_rows", device=hidden.device, defines={"WIDTH": width}
+    )
+    move_rows(
         math.ceil(num_rows * num_parts / WARPS),
         32 * WARPS,
         *rows,
@@ -94,13 +92,15 @@ def permute(
 
 
 def index(topk_idx: Tensor, scratch: PermuteScratch, permuted: Permuted) -> None:
-    """Fills offsets, inverse and source of ``permuted``; moves no rows."""
+    """Fills offsets, inverse and source of ``permuted``; moves no rows.
+
+    Args:
+        topk_idx: As in ``permutation.permute``, contiguous.
+        scratch: Where the counts of tiles go.
+        permuted: Its tensors are allocated.
+    """
     device_rows, num_rows = row_count(permuted)
     top_k = topk_idx.shape[1]
-    if _is_small(num_rows, top_k):
-        nothing = (None, None, 0, 0, 0, None, None, 0, 0, 0)
-        _permute_small(nothing, 16, 0, topk_idx, scratch, permuted)
-        return
     num_slots = num_rows * top_k
     tile = max(1, math.ceil(num_slots / (MAX_TILES * TILE_STEP))) * TILE_STEP
     num_tiles = max(1, math.ceil(num_slots / tile))  # offsets are written even if there is no id
@@ -112,19 +112,21 @@ def index(topk_idx: Tensor, scratch: PermuteScratch, permuted: Permuted) -> None
         )
         for name in ("count_tiles", "place_pairs")
     )
-    count_tiles(num_tiles, INDEX_THREADS, *ids, tile, scratch.tile_counts, device=topk_idx.device)
+    counts = scratch.tile_counts if num_slots > TILE_STEP else None
+    if counts is not None:
+        count_tiles(num_tiles, INDEX_THREADS, *ids, tile, counts, device=topk_idx.device)
     place_pairs(
         num_tiles,
         INDEX_THREADS,
         *ids,
         permuted.source.numel(),
         tile,
-        scratch.tile_counts,
+        counts,
         permuted.offsets,
         permuted.inverse,
         permuted.source,
         device=topk_idx.device,
-        overlap=True,
+        overlap=counts is not None,
     )
 
 
@@ -151,8 +153,8 @@ def unpermute(out: Tensor, expert_out: Tensor, topk_weights: Tensor, permuted: P
     )
     num_parts = max(1, math.ceil(hidden / (32 * elements)))
     kernel(
-        math.ceil(num_rows * num_parts / WARPS),
-        32 * WARPS,
+        math.ceil(num_rows * num_parts * 32 / SUM_THREADS),
+        SUM_THREADS,
         expert_out,
         expert_out.stride(0),
         out,
@@ -172,7 +174,7 @@ def unpermute(out: Tensor, expert_out: Tensor, topk_weights: Tensor, permuted: P
 def row_count(permuted: Permuted) -> tuple[Tensor | None, int]:
     """Where the device finds the number of rows, if it must, and its bound on the host."""
     if isinstance(permuted.num_rows, Tensor):
-        return permuted.num_rows.to(torch.int64), permuted.inverse.shape[0]
+        return permuted.num_rows, permuted.inverse.shape[0]
     return None, permuted.num_rows
 
 
@@ -181,41 +183,6 @@ def alignment(*tensors: Tensor) -> int:
     return math.gcd(
         16, *(t.data_ptr() for t in tensors), *(t.stride(0) * t.dtype.itemsize for t in tensors)
     )
-
-
-def _is_small(num_rows: int, top_k: int) -> bool:
-    return num_rows * top_k <= SMALL_IDS and top_k <= SMALL_TOP_K
-
-
-def _permute_small(
-    rows: tuple[Tensor | int | None, ...],
-    width: int,
-    words: int,
-    topk_idx: Tensor,
-    scratch: PermuteScratch,
-    permuted: Permuted,
-) -> None:
-    device_rows, num_rows = row_count(permuted)
-    num_parts = max(1, math.ceil(words / (SMALL_THREADS * WORDS_IN_FLIGHT)))
-    _rows_kernel("permute_small", width, topk_idx.device)(
-        (num_rows + 1, num_parts),
-        SMALL_THREADS,
-        *rows,
-        topk_idx,
-        device_rows,
-        num_rows,
-        topk_idx.shape[1],
-        scratch.num_local_experts,
-        permuted.source.numel(),
-        permuted.offsets,
-        permuted.inverse,
-        permuted.source,
-        device=topk_idx.device,
-    )
-
-
-def _rows_kernel(name: str, width: int, device: torch.device) -> Kernel:
-    return load_kernel(SOURCES / "rows.cu", name, device=device, defines={"WIDTH": width})
 
 
 def _row_arguments(

@@ -3,8 +3,9 @@
 //   count_tiles   how many ids of each expert lie in each tile of consecutive slots (row * K + k)
 //   place_pairs   offsets; per tile, what lies before it; per id, its rank inside the tile
 //
-// A tile is a run of slots that one block owns, so ties keep slot order. EXPERTS is the number of
-// local experts rounded up to a power of two from 32 to 1024.
+// A tile is a run of slots that one block owns, so ties keep slot order. Where all ids are one chunk
+// of one tile (decode), place_pairs needs no counts and runs alone. EXPERTS is the number of local
+// experts rounded up to a power of two from 32 to 1024.
 #include "common.cuh"
 
 constexpr int THREADS = 512;
@@ -25,14 +26,22 @@ count_tiles(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 nu
   const i64 begin = blockIdx.x * tile;
   const i64 end = min(begin + tile, num_slots);
   const int lane = threadIdx.x % WARP;
-#pragma unroll 4
-  for (i64 first = begin; first < end; first += THREADS) {
-    const i64 slot = first + threadIdx.x;
-    const i64 id = slot < end ? topk_idx[slot] : -1;
-    const bool local = is_local(id, num_experts);
-    // One addition for all equal ids of a warp: real routing is skewed.
-    const unsigned peers = __match_any_sync(ALL_LANES, local ? static_cast<int>(id) : -1);
-    if (local && (peers & lanes_below(lane)) == 0) atomicAdd(&histogram[id], __popc(peers));
+  for (i64 first = begin + threadIdx.x; first < end + threadIdx.x; first += CHUNK) {
+    int id[ITEMS];
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) { // all on their way before the first is counted
+      const i64 slot = first + j * THREADS;
+      const i64 wide = slot < end ? topk_idx[slot] : -1;
+      id[j] = is_local(wide, num_experts) ? static_cast<int>(wide) : -1;
+    }
+#pragma unroll
+    for (int j = 0; j < ITEMS; ++j) {
+      // One addition for all equal ids of a warp: real routing is skewed.
+      const unsigned peers = __match_any_sync(ALL_LANES, id[j]);
+      if (id[j] >= 0 && (peers & lanes_below(lane)) == 0) {
+        atomicAdd(&histogram[id[j]], __popc(peers));
+      }
+    }
   }
   __syncthreads();
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
@@ -62,13 +71,81 @@ __device__ __forceinline__ void rank_in_warp(const i64* __restrict__ topk_idx, i
   }
 }
 
+// Counts of warps to what lies before each; a chunk's count of each expert to `total`.
+__device__ __forceinline__ void sum_over_warps(unsigned short (&in_warp)[WARPS][EXPERTS],
+                                               int (&total)[EXPERTS]) {
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+    int running = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const int count = in_warp[w][e];
+      in_warp[w][e] = static_cast<unsigned short>(running);
+      running += count;
+    }
+    total[e] = running;
+  }
+}
+
+// Adds up count_tiles' rows: all of them to `all`, those of earlier tiles to `before`, both zero at
+// the start. A thread reads four experts of every so many tiles.
+__device__ __forceinline__ void sum_over_tiles(const int* __restrict__ counts, int (&all)[EXPERTS],
+                                               int (&before)[EXPERTS]) {
+  static_assert(THREADS * 4 % EXPERTS == 0, "a thread's experts stay the same from step to step");
+  int4 sum = {0, 0, 0, 0}, earlier = {0, 0, 0, 0};
+#pragma unroll 4
+  for (int i = threadIdx.x * 4; i < static_cast<int>(gridDim.x) * EXPERTS; i += THREADS * 4) {
+    const int4 count = __ldcg(reinterpret_cast<const int4*>(counts + i));
+    sum.x += count.x, sum.y += count.y, sum.z += count.z, sum.w += count.w;
+    if (i / EXPERTS < static_cast<int>(blockIdx.x)) {
+      earlier.x += count.x, earlier.y += count.y, earlier.z += count.z, earlier.w += count.w;
+    }
+  }
+  const int e = threadIdx.x * 4 % EXPERTS;
+  atomicAdd(&all[e], sum.x), atomicAdd(&before[e], earlier.x);
+  atomicAdd(&all[e + 1], sum.y), atomicAdd(&before[e + 1], earlier.y);
+  atomicAdd(&all[e + 2], sum.z), atomicAdd(&before[e + 2], earlier.z);
+  atomicAdd(&all[e + 3], sum.w), atomicAdd(&before[e + 3], earlier.w);
+}
+
+// Adds to `next` where each expert's pairs start; the first block writes these as offsets.
+__device__ __forceinline__ void sum_over_experts(const int (&all)[EXPERTS], int (&next)[EXPERTS],
+                                                 i64 num_experts, i64 num_pairs,
+                                                 i64* __restrict__ offsets, int lane, int warp) {
+  constexpr int SHARE = (EXPERTS + THREADS - 1) / THREADS; // consecutive experts of a thread
+  __shared__ int sum_of_warp[WARPS];
+  const int first = threadIdx.x * SHARE;
+  int sum = 0;
+  if (first < EXPERTS) {
+    for (int j = 0; j < SHARE; ++j) sum += all[first + j];
+  }
+  int inclusive = sum;
+  for (int step = 1; step < WARP; step *= 2) {
+    const int lower = __shfl_up_sync(ALL_LANES, inclusive, step);
+    if (lane >= step) inclusive += lower;
+  }
+  if (lane == WARP - 1) sum_of_warp[warp] = inclusive;
+  __syncthreads();
+  int running = inclusive - sum + __reduce_add_sync(ALL_LANES, lane < warp ? sum_of_warp[lane] : 0);
+  if (first < EXPERTS) {
+    for (int e = first; e < first + SHARE; ++e) {
+      if (blockIdx.x == 0 && e < num_experts) offsets[e] = min(static_cast<i64>(running), num_pairs);
+      next[e] += running;
+      running += all[e];
+    }
+  }
+  if (blockIdx.x == 0 && threadIdx.x == THREADS - 1) { // past the last expert there are no pairs
+    offsets[num_experts] = min(static_cast<i64>(running), num_pairs);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
             i64 num_experts, i64 num_pairs, i64 tile, const int* __restrict__ counts,
             i64* __restrict__ offsets, int* __restrict__ inverse, int* __restrict__ source) {
   __shared__ unsigned short in_warp[WARPS][EXPERTS]; // counts, then what lies in earlier warps
   __shared__ int next[EXPERTS];                      // the next free pair of each expert
-  __shared__ int total[EXPERTS];
+  __shared__ int in_chunk[EXPERTS];
+  __shared__ int all[EXPERTS];
   const int warp = threadIdx.x / WARP;
   const int lane = threadIdx.x % WARP;
   start_dependents();
@@ -76,73 +153,25 @@ place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 nu
   const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
   const i64 begin = blockIdx.x * tile;
   const i64 end = min(begin + tile, num_slots);
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] = total[e] = 0;
-  for (int e = lane; e < EXPERTS; e += WARP) in_warp[warp][e] = 0;
-  __syncwarp();
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] = all[e] = 0;
   int id[ITEMS], rank[ITEMS];
-  rank_in_warp(topk_idx, begin + warp * ITEMS * WARP, end, num_experts, in_warp[warp], lane, id,
-               rank);
-  __syncthreads();
-
-  // Up to here nothing came from count_tiles. A thread adds up four experts of every so many tiles.
-  await_predecessor();
-  int4 all = {0, 0, 0, 0}, before = {0, 0, 0, 0};
-#pragma unroll 4
-  for (int i = threadIdx.x * 4; i < static_cast<int>(gridDim.x) * EXPERTS; i += THREADS * 4) {
-    const int4 count = __ldcg(reinterpret_cast<const int4*>(counts + i));
-    const bool earlier = i / EXPERTS < static_cast<int>(blockIdx.x);
-    all.x += count.x, all.y += count.y, all.z += count.z, all.w += count.w;
-    if (earlier) {
-      before.x += count.x, before.y += count.y, before.z += count.z, before.w += count.w;
-    }
-  }
-  const int mine = threadIdx.x * 4 % EXPERTS;
-  static_assert(THREADS * 4 % EXPERTS == 0, "a thread's experts stay the same from step to step");
-  atomicAdd(&total[mine], all.x), atomicAdd(&next[mine], before.x);
-  atomicAdd(&total[mine + 1], all.y), atomicAdd(&next[mine + 1], before.y);
-  atomicAdd(&total[mine + 2], all.z), atomicAdd(&next[mine + 2], before.z);
-  atomicAdd(&total[mine + 3], all.w), atomicAdd(&next[mine + 3], before.w);
-  __syncthreads();
-
-  if (warp == 0) { // exclusive sums of the totals; a lane has EXPERTS / 32 consecutive experts
-    constexpr int SHARE = EXPERTS / WARP;
-    int sum = 0;
-    for (int j = 0; j < SHARE; ++j) sum += total[lane * SHARE + j];
-    int inclusive = sum;
-    for (int step = 1; step < WARP; step *= 2) {
-      const int lower = __shfl_up_sync(ALL_LANES, inclusive, step);
-      if (lane >= step) inclusive += lower;
-    }
-    int running = inclusive - sum;
-    for (int j = 0; j < SHARE; ++j) {
-      const int e = lane * SHARE + j;
-      if (blockIdx.x == 0 && e < num_experts) offsets[e] = min(static_cast<i64>(running), num_pairs);
-      next[e] += running;
-      running += total[e];
-    }
-    if (blockIdx.x == 0 && lane == WARP - 1) {
-      offsets[num_experts] = min(static_cast<i64>(running), num_pairs);
-    }
-  }
-  __syncthreads();
-
-  for (i64 chunk = begin; chunk < end; chunk += CHUNK) {
+  for (i64 chunk = begin; chunk < end || chunk == begin; chunk += CHUNK) {
     const i64 first = chunk + warp * ITEMS * WARP;
-    if (chunk != begin) {
-      for (int e = lane; e < EXPERTS; e += WARP) in_warp[warp][e] = 0;
-      __syncwarp();
-      rank_in_warp(topk_idx, first, end, num_experts, in_warp[warp], lane, id, rank);
-      __syncthreads();
-    }
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) { // counts of warps to what lies before
-      int running = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const int count = in_warp[w][e];
-        in_warp[w][e] = static_cast<unsigned short>(running);
-        running += count;
+    for (int e = lane; e < EXPERTS; e += WARP) in_warp[warp][e] = 0;
+    __syncwarp();
+    rank_in_warp(topk_idx, first, end, num_experts, in_warp[warp], lane, id, rank);
+    __syncthreads();
+    sum_over_warps(in_warp, in_chunk);
+    if (chunk == begin) {
+      if (counts != nullptr) { // up to here nothing came from count_tiles
+        await_predecessor();
+        sum_over_tiles(counts, all, next);
+        __syncthreads();
+        sum_over_experts(all, next, num_experts, num_pairs, offsets, lane, warp);
+      } else {
+        __syncthreads();
+        sum_over_experts(in_chunk, next, num_experts, num_pairs, offsets, lane, warp);
       }
-      total[e] = running;
     }
     __syncthreads();
 #pragma unroll
@@ -157,8 +186,8 @@ place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 nu
       }
       inverse[slot] = pair;
     }
+    if (chunk + CHUNK >= end) break;
     __syncthreads();
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] += total[e];
-    __syncthreads();
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] += in_chunk[e];
   }
 }
