@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,16 +28,31 @@ class BucketMemory:
         topk_idx: int64 [C, K], -1 past the valid rows.
         topk_weights: fp32 [C, K].
         source: int64 [C, 2], (rank, token).
+
+    Args:
+        capacity: C.
+        wire: Format of the rows.
+        device: Where rows live.
+        raw: Memory for the rows, where it is not for this bucket to take.
+        y: Memory for results, likewise.
     """
 
-    def __init__(self, capacity: int, wire: WireFormat, device: torch.device) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        wire: WireFormat,
+        device: torch.device,
+        *,
+        raw: Tensor | None = None,
+        y: Tensor | None = None,
+    ) -> None:
         self.capacity = capacity
         self._wire = wire
-        self.raw = wire.allocate(capacity, device)
+        self.raw = wire.allocate(capacity, device) if raw is None else raw
         self.topk_idx = torch.empty(capacity, wire.top_k, dtype=torch.int64, device=device)
         self.topk_weights = torch.empty(capacity, wire.top_k, dtype=torch.float32, device=device)
         self.source = torch.empty(capacity, 2, dtype=torch.int64, device=device)
-        self._y: Tensor | None = None
+        self._y = y
 
     def y(self) -> Tensor:
         """[C, H] in the model's dtype, taken on first use."""
@@ -60,16 +77,14 @@ class Bucket:
     have said that they could, :meth:`commit` swaps; otherwise :meth:`cancel` gives it back.
 
     Args:
-        wire: Format of the rows.
-        device: Where rows live.
+        allocate: Takes the memory for a capacity.
         fixed_rows: Capacity that never changes (rounded up to a power of two); None to grow.
     """
 
     def __init__(
-        self, wire: WireFormat, device: torch.device, fixed_rows: int | None = None
+        self, allocate: Callable[[int], BucketMemory], fixed_rows: int | None = None
     ) -> None:
-        self._wire = wire
-        self._device = device
+        self._allocate = allocate
         self.fixed = fixed_rows is not None
         self.memory = self._allocate(next_power_of_two(fixed_rows or 0))
         self._prepared: BucketMemory | None = None
@@ -78,6 +93,11 @@ class Bucket:
     def capacity(self) -> int:
         """C, rows that fit now: 0 or a power of two."""
         return self.memory.capacity
+
+    @property
+    def newest(self) -> BucketMemory:
+        """The memory that was prepared, or else that in use."""
+        return self._prepared or self.memory
 
     def prepare(self, rows: int, *, with_y: bool = False) -> None:
         """Take memory for ``rows`` if they do not fit; what allocation raises is the caller's.
@@ -89,7 +109,7 @@ class Bucket:
         if rows > self.capacity:
             self._prepared = self._allocate(next_power_of_two(rows))
         if with_y:
-            (self._prepared or self.memory).y()
+            self.newest.y()
 
     def commit(self) -> None:
         """Swap in the memory that was prepared, if any."""
@@ -99,6 +119,3 @@ class Bucket:
     def cancel(self) -> None:
         """Give back the memory that was prepared, if any."""
         self._prepared = None
-
-    def _allocate(self, capacity: int) -> BucketMemory:
-        return BucketMemory(capacity, self._wire, self._device)

@@ -17,7 +17,6 @@ __all__ = ["Attempt", "check_hidden_states", "check_out", "check_results", "chec
 
 logger = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY = (RuntimeError, MemoryError)  # torch.OutOfMemoryError is a RuntimeError
 _NO_GRAD = (
     "requires grad, but dispatch and combine have no backward yet: call them under "
     "torch.no_grad() or on .detach()ed tensors"
@@ -44,13 +43,20 @@ class Attempt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, _OUT_OF_MEMORY):
+        if error is None or not _is_out_of_memory(error):
             return False
         logger.warning("no %s", self._purpose, exc_info=error)
         self.problem = Problem(
             ProblemKind.CAPACITY, f"no {self._purpose}: {type(error).__name__}: {error}"
         )
         return True
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # The CPU allocator has no class of its own.
+    return isinstance(error, RuntimeError) and "alloc" in str(error)
 
 
 def check_hidden_states(

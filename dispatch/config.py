@@ -65,6 +65,8 @@ class DispatchConfig:
             _require_positive_int("bucket", self.bucket, also='"grow" or ')
         if self.num_sms is not None:
             _require_positive_int("num_sms", self.num_sms, also="None or ")
+        if not isinstance(self.debug, bool):
+            raise ConfigError(f"debug = {self.debug!r}: True or False")
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e6:
             raise ConfigError(f"timeout_s = {self.timeout_s!r}: seconds, above 0 and below 1e6")
 

@@ -9,12 +9,11 @@ Whatever can fail on one rank alone happens before the agreement, so its failure
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from crossdock.dispatch.agreement import (
@@ -28,7 +27,7 @@ from crossdock.dispatch.agreement import (
 )
 from crossdock.dispatch.algorithms.allgather import AllGather
 from crossdock.dispatch.algorithms.alltoall import AllToAll
-from crossdock.dispatch.algorithms.base import Algorithm, ordered_sum
+from crossdock.dispatch.algorithms.base import Algorithm
 from crossdock.dispatch.buckets import Bucket
 from crossdock.dispatch.checks import (
     Attempt,
@@ -39,13 +38,15 @@ from crossdock.dispatch.checks import (
 )
 from crossdock.dispatch.config import DTYPES, DispatchConfig
 from crossdock.dispatch.handle import Handle
+from crossdock.dispatch.mover import Load, Mover, PackedMover
+from crossdock.dispatch.onesided.mover import OneSidedMover
+from crossdock.dispatch.onesided.transport import OneSidedTransport
 from crossdock.dispatch.pending import Pending
 from crossdock.dispatch.placement import ExpertPlacement
 from crossdock.dispatch.routing import Routing
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.settings import compare_settings, settings_of
 from crossdock.dispatch.slots import SlotPlan
-from crossdock.dispatch.staging import Staging
 from crossdock.dispatch.topology import Topology
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.unpack import unpack
@@ -64,7 +65,6 @@ class _Slot:
     """Buffers of one step in flight."""
 
     bucket: Bucket
-    staging: Staging
     handle: Handle | None = None
 
 
@@ -111,28 +111,32 @@ class Dispatcher:
         if problem is None:
             fixed = None if config.bucket == "grow" else config.bucket
             with Attempt(f"{num_slots} receive bucket(s) of {fixed} rows") as attempt:
-                self._slots = [
-                    _Slot(Bucket(self.wire, transport.device, fixed), Staging(transport.device))
-                    for _ in range(num_slots)
-                ]
+                self._algorithm = _ALGORITHMS[config.algorithm](transport, self.placement)
+                self._mover = _mover_for(self._algorithm, self.wire, num_slots)
+                self._slots = [_Slot(Bucket(self._mover.allocate, fixed)) for _ in range(num_slots)]
             problem = attempt.problem
         agreement = agree(
             transport,
             Record(
                 operation=Operation.CONSTRUCT,
                 problem=problem,
-                values=settings_of(config, self.topology, self.placement, num_slots),
+                values=(
+                    settings_of(config, self.topology, self.placement, num_slots)
+                    if problem is None
+                    else ()
+                ),
             ),
         )
         different = compare_settings(agreement.values)
         if different is not None:
             raise mark_agreed(different)
-        self._algorithm = _ALGORITHMS[config.algorithm](transport, self.placement)
         self._id = transport.ledger.num_dispatchers
         transport.ledger.num_dispatchers += 1
         self._era = 0
         self._locked = False
         self._pair_limit = -1
+        if config.bucket != "grow":
+            self._connect(range(num_slots))
 
     # ---- the two halves of a layer -------------------------------------------------------------
 
@@ -197,19 +201,19 @@ class Dispatcher:
         """Begin a dispatch: everything but waiting for the rows. See :meth:`dispatch`."""
         self._require_open()
         index = self._free_slot()
-        problem, routing, packed = self._prepare(index, x, topk_idx, topk_weights, handle)
+        problem, routing, load = self._prepare(index, x, topk_idx, topk_weights, handle)
         capacity = self._slots[index].bucket.capacity if index is not None else 0
         agreement = self._agree(
             Operation.DISPATCH if handle is None else Operation.REDISPATCH,
             problem,
             subject=handle.step if isinstance(handle, Handle) else 0,
             num_tokens=len(x) if problem is None else 0,
-            values=(capacity,),
+            values=(capacity, index or 0),
             row_limit=capacity if self._locked or self.config.bucket != "grow" else -1,
             rows=routing.rows if routing is not None else None,
             pairs=routing.pairs if routing is not None else None,
         )
-        assert index is not None and routing is not None and packed is not None
+        assert index is not None and routing is not None and load is not None
         if handle is None or handle.slot is not None:
             handle = self._new_handle(agreement, routing, len(x))
         slot = self._slots[index]
@@ -217,9 +221,10 @@ class Dispatcher:
         self._refuse_what_does_not_fit(agreement, received, handle.pairs)
         capacities = agreement.values[:, 0].tolist()
         if any(rows > held for rows, held in zip(received, capacities, strict=True)):
-            self._grow([slot], received[self.transport.rank])
+            self._grow([index], received[self.transport.rank])
+        handle.slots = agreement.values[:, 1].tolist()
         handle.slot, slot.handle = index, handle
-        return Pending(self._move(packed, slot, handle))
+        return Pending(self._move(load, slot, handle))
 
     def combine_send(
         self, y: Tensor, handle: Handle, *, out: Tensor | None = None
@@ -228,16 +233,14 @@ class Dispatcher:
         self._require_open()
         problem = self._find_handle_problem(handle, "combine", in_flight=True)
         if problem is None and handle.slot is not None:
-            capacity = self._slots[handle.slot].bucket.capacity
-            problem = check_results(y, capacity, self.config, self.transport.device)
+            memory = self._slots[handle.slot].bucket.memory
+            problem = check_results(y, memory.capacity, self.config, self.transport.device)
         if problem is None and out is not None:
             problem = check_out(out, handle.num_tokens, self.config, self.transport.device)
-        rows = home = None
+        load = None
         if problem is None and handle.slot is not None:
             with Attempt("memory for the results that come home") as attempt:
-                rows = y[: handle.plan.received[self.transport.rank]].contiguous()
-                staging = self._slots[handle.slot].staging
-                home = staging.take(len(handle.routing.tokens), y.shape[1], y.dtype)
+                load = self._mover.load_back(handle.slot, y, handle, memory)
                 if out is None:
                     out = y.new_empty(handle.num_tokens, y.shape[1], dtype=self.config.dtype)
             problem = attempt.problem
@@ -248,8 +251,8 @@ class Dispatcher:
             values=(DTYPES.index(y.dtype) if problem is None else 0,),
         )
         _require_one_dtype(agreement)
-        assert rows is not None and home is not None and out is not None
-        return Pending(self._move_back(rows, home, handle, out))
+        assert load is not None and out is not None
+        return Pending(self._move_back(load, handle, out))
 
     # ---- locking and ending --------------------------------------------------------------------
 
@@ -280,7 +283,9 @@ class Dispatcher:
             )
         self._agree(Operation.LOCK, problem)
         # Every slot gets the capacity of the largest, and its y, so that nothing is taken later.
-        self._grow(self._slots, max(s.bucket.capacity for s in self._slots), with_y=True)
+        self._grow(
+            range(len(self._slots)), max(s.bucket.capacity for s in self._slots), with_y=True
+        )
         self._locked = True
         self._pair_limit = -1 if pair_capacity is None else pair_capacity
 
@@ -347,7 +352,7 @@ class Dispatcher:
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         handle: Handle | None,
-    ) -> tuple[Problem | None, Routing | None, Tensor | None]:
+    ) -> tuple[Problem | None, Routing | None, Load | None]:
         """Check, route and pack: all that can fail on this rank alone."""
         config, device = self.config, self.transport.device
         if handle is None:
@@ -375,12 +380,10 @@ class Dispatcher:
                 routing = self._algorithm.route(topk_idx.long(), topk_weights)
             else:
                 routing = handle.routing
-            staging, wire = self._slots[index].staging, self.wire
-            packed = staging.take(len(routing.packed), wire.row_bytes, torch.uint8)
-            wire.pack(packed, x, routing.ids, routing.weights, routing.packed)
+            load = self._mover.load(index, x, routing)
         if attempt.problem is not None:
             return attempt.problem, None, None
-        return None, routing, packed
+        return None, routing, load
 
     def _new_handle(self, agreement: Agreement, routing: Routing, num_tokens: int) -> Handle:
         return Handle(
@@ -392,6 +395,7 @@ class Dispatcher:
             routing=routing,
             plan=SlotPlan(agreement.rows),
             pairs=agreement.pairs.sum(0).tolist(),
+            slots=[],
         )
 
     def _refuse_what_does_not_fit(
@@ -417,28 +421,40 @@ class Dispatcher:
                     )
                     raise mark_agreed(error)
 
-    def _grow(self, slots: list[_Slot], rows: int, *, with_y: bool = False) -> None:
-        """Take memory on every rank or on none. Collective."""
+    def _grow(self, indices: Sequence[int], rows: int, *, with_y: bool = False) -> None:
+        """Take memory for slots, on every rank or on none. Collective."""
+        buckets = [self._slots[index].bucket for index in indices]
         size = f"{rows} rows x {self.wire.row_bytes} bytes = {rows * self.wire.row_bytes} bytes"
         with Attempt(f"memory for a receive bucket of {size}") as attempt:
-            for slot in slots:
-                slot.bucket.prepare(rows, with_y=with_y)
+            for bucket in buckets:
+                bucket.prepare(rows, with_y=with_y)
         try:
             self._agree(Operation.GROW, attempt.problem)
+            self._connect(indices)
         except BaseException:
-            for slot in slots:
-                slot.bucket.cancel()
+            for bucket in buckets:
+                bucket.cancel()
             raise
-        for slot in slots:
-            slot.bucket.commit()
+        for bucket in buckets:
+            bucket.commit()
+
+    def _connect(self, indices: Sequence[int]) -> None:
+        """Let every rank reach the newest memory of slots, if it has to. Collective."""
+        if not self._mover.connects:
+            return
+        commit = None
+        with Attempt("way to the other ranks' receive buckets") as attempt:
+            commit = self._mover.connect([(i, self._slots[i].bucket.newest) for i in indices])
+        self._agree(Operation.GROW, attempt.problem)
+        assert commit is not None
+        commit()
 
     def _move(
-        self, packed: Tensor, slot: _Slot, handle: Handle
+        self, load: Load, slot: _Slot, handle: Handle
     ) -> Callable[[], tuple[ReceivedRows, Handle]]:
-        memory, plan = slot.bucket.memory, handle.plan
-        recv = memory.raw[: plan.received[self.transport.rank]]
+        memory = slot.bucket.memory
         # All ranks know the total, so a step that moves nothing needs no exchange of rows.
-        work = self._algorithm.send(packed, plan, recv) if plan.total else None
+        work = self._mover.send(load, handle, memory) if handle.plan.total else None
 
         def finish() -> tuple[ReceivedRows, Handle]:
             if work is not None:
@@ -448,16 +464,14 @@ class Dispatcher:
 
         return finish
 
-    def _move_back(
-        self, rows: Tensor, home: Tensor, handle: Handle, out: Tensor
-    ) -> Callable[[], Tensor]:
-        plan = handle.plan
-        work = self._algorithm.send_back(rows, plan, home) if plan.total else None
+    def _move_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], Tensor]:
+        finish_sum = self._mover.send_back(load, handle, out) if handle.plan.total else None
 
         def finish() -> Tensor:
-            if work is not None:
-                work.wait()
-            ordered_sum(home, handle.routing.tokens, plan.send_rows(self.transport.rank), out)
+            if finish_sum is not None:
+                finish_sum()
+            else:
+                out.zero_()
             if handle.slot is not None:
                 self._slots[handle.slot].handle = None
                 handle.slot = None
@@ -542,6 +556,14 @@ class Dispatcher:
         if ledger.broken is None and self._id not in ledger.ended:
             self._agree(operation, problem)
         self._slots = []
+        self._mover.release()
+
+
+def _mover_for(algorithm: Algorithm, wire: WireFormat, num_slots: int) -> Mover:
+    transport = algorithm.transport
+    if isinstance(transport, OneSidedTransport):
+        return OneSidedMover(algorithm, wire, num_slots, transport)
+    return PackedMover(algorithm, wire, num_slots)
 
 
 def _require_one_dtype(agreement: Agreement) -> None:

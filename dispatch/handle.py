@@ -23,7 +23,8 @@ class Handle:
         routing: Which tokens left, and where to.
         plan: Places of the rows.
         pairs: [R] pairs that each rank received.
-        slot: Slot that holds the rows; None once combined.
+        slots: [R] the slot that holds the rows on each rank.
+        slot: This rank's, while the step is in flight; None once combined.
     """
 
     dispatcher: int
@@ -34,6 +35,7 @@ class Handle:
     routing: Routing
     plan: SlotPlan
     pairs: list[int]
+    slots: list[int]
     slot: int | None = None
 
     def __repr__(self) -> str:

@@ -41,8 +41,9 @@ class RouteTable:
         self.ep_size = placement.ep_size
         self.num_experts = placement.num_experts
         # Index -1 reads the last entry.
-        self._owner = torch.cat([placement.owner, torch.tensor([self.ep_size])]).to(device)
+        owner = torch.cat([placement.owner, torch.tensor([self.ep_size])])
         local = torch.cat([placement.local_ids, torch.tensor([-1])])
+        self._owner = owner.to(device, torch.int32)
         self._local_id = local.to(device, torch.int32)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor) -> Routing:
@@ -57,13 +58,18 @@ class RouteTable:
         owner = self._owner[topk_idx]
         wanted = torch.zeros(
             len(owner), self.ep_size + 1, dtype=torch.bool, device=owner.device
-        ).scatter_(1, owner, True)[:, : self.ep_size]
+        ).scatter_(1, owner.long(), True)[:, : self.ep_size]
         destination, tokens = wanted.t().nonzero().unbind(1)
-        elsewhere = owner[tokens] != destination[:, None]
+        # Masks as bits: all ones where an expert lives elsewhere. Ids become -1, weights 0.0.
+        elsewhere = owner.index_select(0, tokens).ne(destination.int()[:, None]).int().neg_()
+        ids = self._local_id[topk_idx].index_select(0, tokens)
+        weights = topk_weights.index_select(0, tokens)
+        ids.bitwise_or_(elsewhere)
+        weights.view(torch.int32).bitwise_and_(elsewhere.bitwise_not_())
         return Routing(
             packed=tokens,
-            ids=self._local_id[topk_idx[tokens]].masked_fill_(elsewhere, -1),
-            weights=topk_weights[tokens].masked_fill_(elsewhere, 0.0),
+            ids=ids,
+            weights=weights,
             tokens=tokens,
             rows=wanted.sum(0).cpu(),
             pairs=self._count(owner),

@@ -124,29 +124,45 @@ class WireFormat:
         begin = self.ids_at + 8 * self.top_k
         return self._words(buffer, torch.int32, begin, begin + 4)[:, 0]
 
-    def pack(self, buffer: Tensor, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> None:
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Payload [T, H] and scales fp32 [T, ceil(H / 128)], or None, of tokens [T, H]."""
+        return quantize(x) if self.fp8 else (x, None)
+
+    def write(
+        self,
+        buffer: Tensor,
+        payload: Tensor,
+        scale: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        tokens: Tensor,
+    ) -> None:
         """Write rows of the given tokens, ready to send.
 
         Args:
             buffer: uint8 [n, row_bytes], overwritten.
-            x: [T, H] in the model's dtype.
+            payload: [T, H], as :meth:`encode` gives it.
+            scale: fp32 [T, ceil(H / 128)], likewise.
             ids: int32 [n, K] expert ids of each row.
             weights: fp32 [n, K] weights of each row.
             tokens: int64 [n], token of each row.
         """
-        if self.fp8:
-            x, scale = quantize(x)
+        if scale is not None:
             scales = self.scale(buffer)
             assert scales is not None
             torch.index_select(scale, 0, tokens, out=scales)
             # Bytes, because index_select does not know fp8.
-            x = x.view(torch.uint8)
-            torch.index_select(x, 0, tokens, out=buffer[:, : self.hidden])
+            payload = payload.view(torch.uint8)
+            torch.index_select(payload, 0, tokens, out=buffer[:, : self.hidden])
         else:
-            torch.index_select(x, 0, tokens, out=self.payload(buffer))
+            torch.index_select(payload, 0, tokens, out=self.payload(buffer))
         self.ids(buffer).copy_(ids)
         self.weights(buffer).copy_(weights)
         self.token(buffer).copy_(tokens)
+
+    def pack(self, buffer: Tensor, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> None:
+        """Encode tokens [T, H] and write their rows; see :meth:`write`."""
+        self.write(buffer, *self.encode(x), ids, weights, tokens)
 
     def _words(self, buffer: Tensor, dtype: torch.dtype, begin: int, end: int) -> Tensor:
         return buffer.view(dtype)[:, begin // 4 : end // 4]

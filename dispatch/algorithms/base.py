@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.transports.base import Transport, Work
 
 __all__ = ["Algorithm", "ordered_sum"]
+
+_BLOCK_BYTES = 1 << 20  # of fp32 sums: about what a core's own cache holds
 
 _TOKENS_IN_CACHE = 128
 
@@ -55,37 +58,33 @@ class Algorithm(ABC):
         )
 
 
-def ordered_sum(home: Tensor, tokens: Tensor, rows: list[int], out: Tensor) -> None:
-    """Sum the partial results of each token in fp32, in ascending rank order, rounded once.
+def ordered_sum(parts: Sequence[Tensor], tokens: Sequence[Tensor], out: Tensor) -> None:
+    """Sum the partial results of each token in fp32, in the order of the parts, rounded once.
+
+    On the CPU a block of tokens at a time, so that sums stay in the cache: several times faster,
+    and the same bits.
 
     Args:
-        home: [S, H] partial results by ascending (expert rank, token).
-        tokens: int64 [S], token of each; a token stands at most once for each rank.
-        rows: [R] rows from each rank.
+        parts: [n_r, H] partial results of each rank, by ascending token.
+        tokens: int64 [n_r], token of each; ascending, and at most once in a part.
         out: [T, H], overwritten; exactly 0 for a token with no rows.
     """
-    # On the CPU a block of tokens is summed over all ranks while it lies in the cache.
-    block = _TOKENS_IN_CACHE if out.device.type == "cpu" else max(len(out), 1)
-    parts = [
-        (part, index, _cuts(index, len(out), block))
-        for part, index in zip(torch.split(home, rows), torch.split(tokens, rows), strict=True)
-    ]
-    for i, begin in enumerate(range(0, len(out), block)):
-        target = out[begin : begin + block]
-        total = torch.zeros(target.shape, dtype=torch.float32, device=out.device)
-        for part, index, cuts in parts:
-            here = slice(cuts[i], cuts[i + 1])
-            total.index_add_(0, index[here] - begin, part[here].float())
-        target.copy_(total)
-
-
-def _cuts(index: Tensor, num_tokens: int, block: int) -> list[int]:
-    """Where each block of tokens begins in an ascending index, and where the last one ends."""
-    if num_tokens <= block:
-        return [0, len(index)]
-    edges = torch.arange(0, num_tokens + block, block, device=index.device)
-    cuts: list[int] = torch.searchsorted(index, edges).tolist()
-    return cuts
+    num_tokens, hidden = out.shape
+    block = max(1, _BLOCK_BYTES // (4 * hidden)) if out.device.type == "cpu" else num_tokens
+    total = out.new_empty(min(block, num_tokens), hidden, dtype=torch.float32)
+    starts = range(0, num_tokens, max(block, 1))
+    if len(starts) > 1:
+        edges = torch.tensor([*starts, num_tokens])
+        cuts = [torch.searchsorted(index, edges).tolist() for index in tokens]
+    else:
+        cuts = [[0, len(index)] for index in tokens]
+    for i, start in enumerate(starts):
+        rows = total[: num_tokens - start].zero_()
+        for part, index, cut in zip(parts, tokens, cuts, strict=True):
+            here = slice(cut[i], cut[i + 1])
+            if cut[i] < cut[i + 1]:
+                rows.index_add_(0, index[here] - start, part[here].float())
+        out[start : start + block].copy_(rows)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from crossdock.dispatch.transports.base import DEFAULT_TIMEOUT_S, Transport
 from crossdock.dispatch.transports.process_group import ProcessGroupTransport
+from crossdock.dispatch.transports.shm import ShmTransport
 from crossdock.scratch.errors import ConfigError
 
 __all__ = ["TRANSPORTS", "connect"]
 
-TRANSPORTS = ("auto", "gloo", "nccl")
+TRANSPORTS = ("auto", "gloo", "nccl", "shm")
 
 
 def connect(
     name: str = "auto",
-    group: dist.ProcessGroup | None = None,
+    group: Any = None,
     device: str | torch.device | None = None,
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -26,8 +27,8 @@ def connect(
     """Join this rank to the others. Collective.
 
     Args:
-        name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), or ``"auto"``: NCCL where this rank's device is a
-            GPU, gloo elsewhere.
+        name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), ``"shm"`` (CPU, one node), or ``"auto"``: NCCL
+            where this rank's device is a GPU, gloo elsewhere.
         group: Process group whose ranks form the EP group; by default the default group, which is
             made from the launcher's environment if nobody has.
         device: Where rows live. By default this rank's GPU (LOCAL_RANK) for NCCL, and for
@@ -46,4 +47,16 @@ def connect(
     device = torch.device(device)
     if name == "auto":
         name = "nccl" if device.type == "cuda" else "gloo"
+    if name == "shm":
+        return _connect_shm(group, device, timeout_s)
     return ProcessGroupTransport(name, group=group, device=device, timeout_s=timeout_s)
+
+
+def _connect_shm(group: Any, device: torch.device, timeout_s: float) -> Transport:
+    if device.type != "cpu":
+        raise ConfigError(f"shm joins ranks on CPUs; device is {device}: use nccl, or cpu")
+    meeting = ProcessGroupTransport("gloo", group=group, device=device, timeout_s=timeout_s)
+    try:
+        return ShmTransport(meeting, timeout_s=timeout_s)
+    finally:
+        meeting.close()

@@ -16,11 +16,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from torch._C._distributed_c10d import Store
-
-__all__ = ["Process", "Watch"]
+__all__ = ["Notices", "Process", "Watch"]
 
 T = TypeVar("T")
 
@@ -69,6 +67,22 @@ def _stat(pid: str) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+class Notices(Protocol):
+    """What ranks let each other know outside of their collectives; torch's stores are such."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Let all ranks know a value."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are known here."""
+
+    def get(self, key: str, /) -> bytes:
+        """A known key's value."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> object:
+        """Set an unknown key (``expected`` is "")."""
+
+
 class Watch:
     """Publishes this rank's step when it waits long, and names the ranks that never came.
 
@@ -78,7 +92,7 @@ class Watch:
         processes: Where each rank runs.
     """
 
-    def __init__(self, store: Store, rank: int, processes: list[Process]) -> None:
+    def __init__(self, store: Notices, rank: int, processes: list[Process]) -> None:
         self._store = store
         self._rank = rank
         self._processes = processes

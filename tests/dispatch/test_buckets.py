@@ -15,6 +15,7 @@ from crossdock.dispatch.transports.base import Transport
 from tests.dispatch.cases import (
     Attempt,
     Case,
+    Step,
     all_steps,
     attempt,
     one_step,
@@ -222,6 +223,40 @@ def test_an_unlocked_dispatcher_grows_again(ranks):
     assert all(type(tries[1].error) is errors.LockedError for tries in results)
     check_good(case, 2, results)
     assert results[0][2].value.capacity == 16
+
+
+def impossible_bucket(transport: Transport) -> tuple[Attempt, Step]:
+    huge = simple_case([(1, 1)], hidden=2**21, bucket=2**30)
+    seen = attempt(lambda: huge.dispatcher(transport))
+    case = to_rank_zero((3, 2))
+    return seen, all_steps(transport, case)[0]
+
+
+def test_a_fixed_bucket_that_no_machine_holds_is_refused_at_construction(ranks):
+    results = ranks(2, impossible_bucket)
+    for rank, (seen, good) in enumerate(results):
+        assert type(seen.error) is errors.CapacityError, repr(seen.error)
+        assert "bucket" in str(seen.error)
+        assert seen.seconds < 1
+        check_step(to_rank_zero((3, 2)), 0, rank, good)
+
+
+def bad_pair_capacity(transport: Transport, value: object) -> tuple[Attempt, Step]:
+    case = to_rank_zero((3, 2))
+    with case.dispatcher(transport) as dispatcher:
+        bad = value if transport.rank == 1 else 64
+        seen = attempt(lambda: dispatcher.lock(pair_capacity=bad))
+        return seen, one_step(dispatcher, transport, case, 0)
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, "many"])
+def test_a_pair_capacity_that_makes_no_sense_raises_on_all_and_locks_nothing(ranks, value):
+    results = ranks(2, bad_pair_capacity, value)
+    for rank, (seen, good) in enumerate(results):
+        assert isinstance(seen.error, errors.CrossdockError), repr(seen.error)
+        assert seen.error.ranks == (1,)
+        assert "pair_capacity" in str(seen.error)
+        check_step(to_rank_zero((3, 2)), 0, rank, good)
 
 
 # ---- growth that fails ----------------------------------------------------------------------

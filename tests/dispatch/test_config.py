@@ -47,6 +47,7 @@ def test_it_is_frozen_and_keyword_only():
         ("timeout_s", -1.0),
         ("timeout_s", float("nan")),
         ("timeout_s", "soon"),
+        ("debug", "yes"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name, value):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossdock.dispatch import DispatchConfig, Dispatcher, ExpertPlacement, errors
+from crossdock.dispatch import DispatchConfig, Dispatcher, ExpertPlacement, Topology, errors
 from crossdock.dispatch.transports.base import Transport
 from tests.dispatch.cases import (
     Attempt,
@@ -307,6 +307,30 @@ def test_a_placement_that_differs_raises_on_all(ranks):
         check_step(CASE, 0, rank, good)
 
 
+def topologies_differ(transport: Transport) -> Attempt:
+    grids = [Topology(ranks_per_node=3, dp=3), Topology(ranks_per_node=3, pcp=3)]
+    return attempt(
+        lambda: Dispatcher(
+            DispatchConfig(**BASE),
+            transport,
+            topology=grids[transport.rank == 1],
+            placement=ExpertPlacement.linear(8, 3),
+        )
+    )
+
+
+def test_topologies_that_differ_raise_on_all(ranks):
+    check_everywhere(ranks(3, topologies_differ), errors.DisagreementError, None, "pcp")
+
+
+def layout_of_experts(transport: Transport) -> Attempt:
+    return attempt(lambda: construct(transport, DispatchConfig(**BASE, layout="expert"), [0] * 8))
+
+
+def test_a_layout_that_the_transport_cannot_do_is_refused(ranks):
+    check_everywhere(ranks(2, layout_of_experts), errors.ConfigError, None, "layout")
+
+
 def slots_differ(transport: Transport) -> Attempt:
     return attempt(
         lambda: construct(
@@ -320,6 +344,21 @@ def slots_differ(transport: Transport) -> Attempt:
 
 def test_num_slots_that_differ_raise_on_all(ranks):
     check_everywhere(ranks(3, slots_differ), errors.DisagreementError, None, "num_slots")
+
+
+def bad_num_slots(transport: Transport, value: object) -> tuple[Attempt, Any]:
+    slots = value if transport.rank == 1 else 1
+    seen = attempt(lambda: CASE.dispatcher(transport, num_slots=slots))
+    with CASE.dispatcher(transport) as dispatcher:
+        return seen, one_step(dispatcher, transport, CASE, 0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "two", None])
+def test_num_slots_that_make_no_sense_on_one_rank_raise_on_all(ranks, value):
+    results = ranks(3, bad_num_slots, value)
+    check_everywhere([seen for seen, _ in results], errors.CrossdockError, (1,), "num_slots")
+    for rank, (_, good) in enumerate(results):
+        check_step(CASE, 0, rank, good)
 
 
 def misfits(transport: Transport, what: str) -> tuple[Attempt, Any]:
@@ -368,6 +407,7 @@ def operations_differ(transport: Transport, odd: str, even: str) -> Attempt:
             "combine": lambda: dispatcher.combine(rows.y, handle),
             "lock": lambda: dispatcher.lock(),
             "unlock": lambda: dispatcher.unlock(),
+            "check": lambda: dispatcher.check(),
             "new dispatcher": lambda: CASE.dispatcher(transport),
         }
         return attempt(calls[odd if transport.rank == 1 else even])
@@ -380,6 +420,7 @@ def operations_differ(transport: Transport, odd: str, even: str) -> Attempt:
         ("dispatch", "combine"),
         ("lock", "dispatch"),
         ("unlock", "lock"),
+        ("check", "combine"),
         ("combine", "unlock"),
         ("new dispatcher", "dispatch"),
         ("combine", "new dispatcher"),
@@ -511,3 +552,56 @@ def test_an_exception_in_user_code_reaches_the_peers_at_once(ranks, how):
         assert "experts ran dry" in str(error)
     ends = [end for _, end in results]
     assert max(ends) - min(ends) < 1
+
+
+def agreed_error_leaves_the_block(transport: Transport) -> Attempt:
+    """Every rank leaves its ``with`` block by the error that all of them raised."""
+
+    def layer() -> None:
+        with CASE.dispatcher(transport) as dispatcher:
+            x, topk_idx, topk_weights = CASE.batch(0, transport.rank).to(transport.device)
+            if transport.rank == 1:
+                topk_idx[0, 0] = NUM_EXPERTS
+            dispatcher.dispatch(x, topk_idx, topk_weights)
+
+    return attempt(layer)
+
+
+def test_an_error_of_all_ranks_leaves_the_with_block_on_all(ranks):
+    check_everywhere(
+        ranks(3, agreed_error_leaves_the_block), errors.RoutingError, (1,), str(NUM_EXPERTS)
+    )
+
+
+LONG = "x" * 150 + "\N{SNOWMAN}" * 150
+
+
+def several_fail(transport: Transport) -> Attempt:
+    def layer() -> None:
+        with CASE.dispatcher(transport) as dispatcher:
+            rows, handle = send(dispatcher, CASE.batch(1, transport.rank), transport.device)
+            if transport.rank != 0:
+                raise KeyError(f"number {transport.rank} {LONG}")
+            dispatcher.combine(rows.y.fill_(1.0), handle)
+
+    return attempt(layer)
+
+
+def test_of_several_failures_the_first_rank_is_named_however_long_its_message(ranks):
+    first, second, third = ranks(3, several_fail)
+    assert isinstance(first.error, errors.PeerFailed), repr(first.error)
+    assert first.error.ranks[0] == 1
+    assert "number 1 xxx" in str(first.error)
+    assert isinstance(second.error, KeyError)
+    assert isinstance(third.error, KeyError)
+    assert max(first.seconds, second.seconds, third.seconds) < 1
+
+
+def everybody_checks(transport: Transport) -> None:
+    with CASE.dispatcher(transport) as dispatcher:
+        one_step(dispatcher, transport, CASE, 0)
+        dispatcher.check()
+
+
+def test_check_finds_nothing_after_a_good_step(ranks):
+    assert ranks(3, everybody_checks) == [None, None, None]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from crossdock.dispatch import connect
 from crossdock.dispatch.transports.base import Transport
 from tests.dispatch.cases import (
+    Case,
     Step,
     all_steps,
     attempt,
@@ -18,7 +19,13 @@ from tests.dispatch.cases import (
     one_step,
     simple_case,
 )
-from tests.dispatch.oracle import assert_same_bits, check_step, check_steps, num_choices
+from tests.dispatch.oracle import (
+    assert_same_bits,
+    check_step,
+    check_steps,
+    expected_rows,
+    num_choices,
+)
 
 ALGORITHMS = ["alltoall", "allgather"]
 WIRES = ["payload", "fp8"]
@@ -30,6 +37,22 @@ TOKENS = [(33, 0, 17, 64), (5, 70, 0, 1), (0, 0, 0, 0), (12, 12, 12, 12)]
 def test_rows_and_sums_are_exact(ranks, algorithm, wire):
     case = simple_case(TOKENS, num_experts=10, top_k=4, hidden=136, algorithm=algorithm, wire=wire)
     check_steps(case, ranks(4, all_steps, case))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_steps_of_many_megabytes_are_exact(ranks, algorithm, wire):
+    """Whatever works through rows block by block must get the seams right."""
+    case = simple_case(
+        [(1500, 0, 701), (3, 1999, 0)], hidden=1025, top_k=2, algorithm=algorithm, wire=wire
+    )
+    check_steps(case, ranks(3, all_steps, case))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_many_narrow_rows_are_exact(ranks, algorithm):
+    case = simple_case([(70_000, 1, 0)], hidden=3, top_k=2, algorithm=algorithm)
+    check_steps(case, ranks(3, all_steps, case))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -136,7 +159,7 @@ def test_inputs_may_be_overwritten_after_dispatch(ranks):
         check_step(case, 0, rank, step)
 
 
-def out_kept_and_given(transport: Transport, case) -> list:
+def out_kept_and_given(transport: Transport, case: Case) -> list:
     with case.dispatcher(transport) as dispatcher:
         first = one_step(dispatcher, transport, case, 0)
         rows, handle = dispatcher.dispatch(*case.batch(1, transport.rank).to(transport.device))
@@ -162,7 +185,7 @@ def test_combine_writes_into_out_where_one_is_given(ranks, algorithm):
         check_step(case, 1, rank, second)
 
 
-def results_elsewhere(transport: Transport, case) -> Step:
+def results_elsewhere(transport: Transport, case: Case) -> Step:
     with case.dispatcher(transport) as dispatcher:
         rows, handle = dispatcher.dispatch(*case.batch(0, transport.rank).to(transport.device))
         seen = copy_rows(rows)
@@ -180,7 +203,7 @@ def test_results_may_be_in_any_tensor_of_y_shape(ranks, algorithm):
         check_step(case, 0, rank, step)
 
 
-def in_two_halves(transport: Transport, case) -> Step:
+def in_two_halves(transport: Transport, case: Case) -> Step:
     with case.dispatcher(transport) as dispatcher:
         batch = case.batch(0, transport.rank)
         rows, handle = dispatcher.dispatch_send(*batch.to(transport.device)).wait()
@@ -195,6 +218,53 @@ def test_send_and_wait_are_the_same_step_in_two_halves(ranks, algorithm):
     case = simple_case([(10, 11)], algorithm=algorithm)
     for rank, step in enumerate(ranks(2, in_two_halves, case)):
         check_step(case, 0, rank, step)
+
+
+def two_on_their_way(transport: Transport, case: Case) -> list[Step]:
+    """Both steps leave before either is waited for; rank 1 waits in the other order."""
+    order = (1, 0) if transport.rank == 1 else (0, 1)
+    with case.dispatcher(transport, num_slots=2) as dispatcher:
+        sent = [
+            dispatcher.dispatch_send(*case.batch(step, transport.rank).to(transport.device))
+            for step in (0, 1)
+        ]
+        landed = {step: sent[step].wait() for step in order}
+        seen = {step: copy_rows(landed[step][0]) for step in order}
+        for step in order:
+            fill_results(case, step, transport.rank, landed[step][0])
+        back = [dispatcher.combine_send(landed[s][0].y, landed[s][1]) for s in (0, 1)]
+        for step in order:
+            seen[step].out = back[step].wait().cpu().clone()
+        return [seen[0], seen[1]]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_steps_may_be_on_their_way_at_once(ranks, algorithm):
+    case = simple_case([(10, 11, 0), (3, 20, 7)], algorithm=algorithm)
+    check_steps(case, ranks(3, two_on_their_way, case))
+
+
+def wide_results(transport: Transport, case: Case) -> Step:
+    """The experts answer in fp32, with digits that the model's dtype does not hold."""
+    with case.dispatcher(transport) as dispatcher:
+        rows, handle = dispatcher.dispatch(*case.batch(0, transport.rank).to(transport.device))
+        seen = copy_rows(rows)
+        y = torch.full(rows.y.shape, float("nan"), dtype=torch.float32)
+        y[: rows.num_rows] = case.results(0, transport.rank, rows.num_rows).float() + 2**-12
+        seen.out = dispatcher.combine(y.to(transport.device), handle).cpu().clone()
+        return seen
+
+
+def test_results_travel_in_their_own_dtype_and_are_rounded_once(ranks):
+    case = simple_case([(10, 11, 12)], top_k=8, unrouted=0.0)
+    for rank, step in enumerate(ranks(3, wide_results, case)):
+        total = torch.zeros(case.tokens[0][rank], case.config.hidden)
+        for expert_rank in range(3):
+            source = expected_rows(case, 0, expert_rank).source
+            y = case.results(0, expert_rank, len(source)).float() + 2**-12
+            mine = source[:, 0] == rank
+            total[source[mine, 1]] += y[mine]
+        assert torch.equal(step.out, total.to(torch.bfloat16))
 
 
 def test_both_algorithms_give_the_same_results_where_experts_are_the_same(local):
@@ -228,7 +298,7 @@ def test_seven_processes(gloo):
     check_steps(case, gloo(7, all_steps, case))
 
 
-def on_half_the_world(transport: Transport, case) -> list | None:
+def on_half_the_world(transport: Transport, case: Case) -> list | None:
     """Ranks 1 and 3 of the default group are ranks 0 and 1 of their own."""
     group = dist.new_group([1, 3])
     if transport.rank not in (1, 3):
@@ -247,3 +317,38 @@ def test_a_group_of_some_of_the_processes_counts_its_own_ranks(gloo):
     for entry in (seen[1], seen[3]):
         assert entry[2].error is None, entry[2].error
     check_steps(case, [seen[1][2].value, seen[3][2].value])
+
+
+def on_two_transports(transport: Transport, case: Case) -> list[list[Step]]:
+    other = connect("gloo")
+    try:
+        with case.dispatcher(transport) as first, case.dispatcher(other) as second:
+            seen: list[list[Step]] = [[], []]
+            for step in range(case.num_steps):
+                seen[0].append(one_step(first, transport, case, step))
+                seen[1].append(one_step(second, other, case, step))
+            return seen
+    finally:
+        other.close()
+
+
+def test_two_transports_of_the_same_processes_do_not_meet(gloo):
+    case = simple_case([(9, 4), (0, 5)])
+    seen = gloo(2, on_two_transports, case)
+    for transport in (0, 1):
+        check_steps(case, [by_transport[transport] for by_transport in seen])
+
+
+def many_transports(transport: Transport, case: Case) -> list[Step]:
+    for _ in range(20):
+        connect("gloo").close()
+    again = connect("gloo")
+    try:
+        return all_steps(again, case)
+    finally:
+        again.close()
+
+
+def test_transports_can_be_opened_and_closed_over_and_over(gloo):
+    case = simple_case([(9, 4)])
+    check_steps(case, gloo(2, many_transports, case))

@@ -140,6 +140,13 @@ def misuse(transport: Transport, kind: str, rank: int) -> tuple[Attempt, object]
             seen = attempt(lambda: dispatcher.combine(None if mine else y, handle))
         elif kind == "combine with None for a handle":
             seen = attempt(lambda: dispatcher.combine(y, None if mine else handle))
+        elif kind == "combine into out of the wrong shape":
+            out = torch.empty(1, 1, dtype=y.dtype, device=device) if mine else None
+            seen = attempt(lambda: dispatcher.combine(y, handle, out=out))
+        elif kind == "combine y of another dtype than the peers":
+            seen = attempt(lambda: dispatcher.combine(y.float() if mine else y, handle))
+        elif kind == "combine y of a dtype that is none":
+            seen = attempt(lambda: dispatcher.combine(y.long() if mine else y, handle))
         # The step is still in flight: the right call works.
         dispatcher.combine(rows.y.fill_(1.0), handle)
         other.combine(foreign_rows.y.fill_(1.0), foreign)
@@ -155,6 +162,8 @@ def misuse(transport: Transport, kind: str, rank: int) -> tuple[Attempt, object]
         "combine y of the wrong length",
         "combine something else",
         "combine with None for a handle",
+        "combine into out of the wrong shape",
+        "combine y of a dtype that is none",
     ],
 )
 def test_a_misused_handle_raises_on_every_rank_and_the_step_can_be_finished(ranks, kind):
@@ -164,6 +173,13 @@ def test_a_misused_handle_raises_on_every_rank_and_the_step_can_be_finished(rank
         check_step(CASE, 1, rank, good)
     if kind != "combine twice":
         assert results[0][0].error.ranks == (1,)
+
+
+def test_results_of_different_dtypes_disagree(ranks):
+    results = ranks(2, misuse, "combine y of another dtype than the peers", 1)
+    check_same_error([seen for seen, _ in results], errors.DisagreementError)
+    for rank, (_, good) in enumerate(results):
+        check_step(CASE, 1, rank, good)
 
 
 def stale(transport: Transport, kind: str) -> tuple[Attempt, object]:
@@ -238,6 +254,33 @@ def x_of_other_length(transport: Transport) -> tuple[Attempt, object]:
 
 def test_dispatch_by_handle_wants_as_many_tokens_as_before(ranks):
     results = ranks(2, x_of_other_length)
+    check_same_error([seen for seen, _ in results], errors.RoutingError)
+    assert results[0][0].error.ranks == (1,)
+    for rank, (_, good) in enumerate(results):
+        check_step(CASE, 1, rank, good)
+
+
+def wrongly_by_handle(transport: Transport, kind: str) -> tuple[Attempt, object]:
+    """Rank 1 says something else than the plain dispatch by handle of the others."""
+    batch = CASE.batch(0, transport.rank)
+    x, topk_idx, topk_weights = batch.to(transport.device)
+    with CASE.dispatcher(transport) as dispatcher:
+        rows, handle = send(dispatcher, batch, transport.device)
+        dispatcher.combine(rows.y.fill_(1.0), handle)
+        calls = {
+            "a handle and ids": lambda: dispatcher.dispatch(
+                x, topk_idx, topk_weights, handle=handle
+            ),
+            "no handle at all": lambda: dispatcher.dispatch(x, handle="the last one"),
+        }
+        call = calls[kind] if transport.rank == 1 else lambda: dispatcher.dispatch(x, handle=handle)
+        seen = attempt(call)
+        return seen, one_step(dispatcher, transport, CASE, 1)
+
+
+@pytest.mark.parametrize("kind", ["a handle and ids", "no handle at all"])
+def test_dispatch_wants_either_a_handle_or_ids(ranks, kind):
+    results = ranks(2, wrongly_by_handle, kind)
     check_same_error([seen for seen, _ in results], errors.RoutingError)
     assert results[0][0].error.ranks == (1,)
     for rank, (_, good) in enumerate(results):

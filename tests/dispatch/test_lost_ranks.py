@@ -56,6 +56,10 @@ def work(
 ) -> None:
     for step in range(1_000_000):
         ripe = fate if step == 3 else 0
+        if when == "close" and step == 3:
+            meet_fate(link, fate)
+            dispatcher.close()
+            raise AssertionError("closed together with a lost rank")
         meet_fate(link, ripe if when == "dispatch" else 0)
         rows, handle = send(dispatcher, CASE.batch(step % 2, transport.rank), transport.device)
         meet_fate(link, ripe if when == "combine" else 0)
@@ -140,7 +144,7 @@ def check_exit(survivors: list[LoneRank]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("when", ["construction", "dispatch", "combine"])
+@pytest.mark.parametrize("when", ["construction", "dispatch", "combine", "close"])
 def test_a_lost_rank_is_named_and_the_rest_can_leave(number, when):
     watch((1,), number, when)
 

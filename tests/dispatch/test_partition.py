@@ -224,7 +224,9 @@ def results_of_the_wrong_length(transport: Transport) -> Attempt:
     partition = Partition(topology, transport.rank, prefill_lengths=[8], num_decode=2)
     wrong = 1 if transport.rank == 1 else 0
     return attempt(
-        lambda: partition.from_ep(torch.zeros(partition.num_owned + wrong, 2), transport)
+        lambda: partition.from_ep(
+            torch.zeros(partition.num_owned + wrong, 2, device=transport.device), transport
+        )
     )
 
 
@@ -238,7 +240,11 @@ def layouts_that_differ(transport: Transport) -> Attempt:
     topology = Topology(ranks_per_node=2, pcp=2)
     num_decode = 2 + 2 * transport.rank
     partition = Partition(topology, transport.rank, prefill_lengths=[8], num_decode=num_decode)
-    return attempt(lambda: partition.from_ep(torch.zeros(partition.num_owned, 2), transport))
+    return attempt(
+        lambda: partition.from_ep(
+            torch.zeros(partition.num_owned, 2, device=transport.device), transport
+        )
+    )
 
 
 def test_ranks_of_a_replica_that_disagree_on_its_batch_raise_on_all(ranks):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Literal
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from crossdock.dispatch import connect
 from crossdock.dispatch.transports.base import Transport
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
@@ -61,6 +64,7 @@ def process_context() -> BaseContext:
 
 def take_seat(seat: Seat) -> None:
     """Send output to the rank's log, answer SIGUSR1 with all stacks, join the process group."""
+    die_with_the_server()
     log = os.open(seat.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -93,6 +97,17 @@ def take_seat(seat: Seat) -> None:
         world_size=seat.world_size,
         timeout=GROUP_TIMEOUT,
     )
+
+
+def die_with_the_server() -> None:
+    """Leave no rank behind, a stopped one least of all, when the test run itself is killed.
+
+    The fork server ends when nobody holds its line any more. Its children hold it too, so that they
+    could start processes of their own; a rank starts none and lets go.
+    """
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def open_transport(seat: Seat) -> Transport:

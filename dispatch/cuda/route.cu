@@ -1,0 +1,155 @@
+// Which ranks each token goes to, its exact place among the rows to each of them, and whether ids and
+// weights can be used at all; nothing is indexed by an id that was not checked.
+//
+// One block takes CHUNK consecutive tokens, one thread a token. The last block to finish turns the
+// chunks' counts into prefix sums and writes the record for the other ranks.
+//
+// Macro: ID, the type of expert ids.
+#include "group.cuh"
+
+constexpr int WARPS = CHUNK / WARP;
+constexpr int SHARED_EXPERTS = 1024; // counted in shared memory; more are counted in global memory
+
+// Sorts by kind, then token, then column.
+__device__ __forceinline__ u64 rating(Kind kind, i64 token, int column) {
+  return static_cast<u64>(kind) << 56 | static_cast<u64>(token) << 8 | static_cast<u64>(column);
+}
+
+__device__ void sum_up(const Group& group, const Way& way, const ID* ids, const float* weights) {
+  const int lane = threadIdx.x % WARP;
+  const i64 ranks = group.ranks, chunks = gridDim.x;
+  i64* state = group.state;
+  __shared__ u64 worst;
+  if (threadIdx.x == 0) {
+    worst = atomicExch(reinterpret_cast<u64*>(state + WORST), ~0ull);
+    const i64 kind = worst == ~0ull ? FINE : static_cast<i64>(worst >> 56);
+    const i64 token = kind == FINE ? 0 : static_cast<i64>(worst >> 8 & 0xffffffffffffull);
+    const i64 column = kind == FINE ? 0 : static_cast<i64>(worst & 0xff);
+    const i64 at = token * group.top_k + column;
+    way.record[KIND] = kind;
+    way.record[TOKEN] = token;
+    way.record[COLUMN] = column;
+    way.record[VALUE] = kind == FINE         ? 0
+                        : kind == NOT_FINITE ? static_cast<i64>(__float_as_int(weights[at]))
+                                             : static_cast<i64>(ids[at]);
+    group.summary[0] = kind;
+  }
+  __syncthreads();
+  const bool fine = worst == ~0ull;
+  for (i64 rank = threadIdx.x / WARP; rank < ranks; rank += WARPS) {
+    int total = 0;
+    for (i64 begin = 0; begin < chunks; begin += WARP) {
+      const i64 chunk = begin + lane;
+      const int rows = chunk < chunks ? __ldcg(way.base + chunk * ranks + rank) : 0;
+      int sum = rows;
+      for (int step = 1; step < WARP; step *= 2) {
+        const int below = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += below;
+      }
+      if (chunk < chunks) way.base[chunk * ranks + rank] = total + sum - rows;
+      total += __shfl_sync(ALL_LANES, sum, WARP - 1);
+    }
+    if (lane == 0) {
+      const u64 pairs = atomicExch(reinterpret_cast<u64*>(state + PAIRS + rank), 0ull);
+      way.record[HEADER + rank] = group.summary[1 + rank] = fine ? total : 0;
+      way.record[HEADER + ranks + rank] = group.summary[1 + ranks + rank] = fine ? pairs : 0;
+    }
+  }
+  for (i64 expert = threadIdx.x; expert < group.num_experts; expert += CHUNK) {
+    u64* count = reinterpret_cast<u64*>(state + PAIRS + ranks + expert);
+    const u64 pairs = atomicExch(count, 0ull);
+    way.experts[expert] = fine ? pairs : 0;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(CHUNK)
+route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
+      const float* __restrict__ weights, void* memory, i64 num_tokens, i64 everywhere) {
+  const Group& group = *shared_group;
+  const Way way(memory, group, num_tokens);
+  const i64 top_k = group.top_k, ranks = group.ranks;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const i64 token = static_cast<i64>(blockIdx.x) * CHUNK + threadIdx.x;
+  const bool is_token = token < num_tokens;
+
+  __shared__ int shared_count[SHARED_EXPERTS];
+  __shared__ int rows_of_warp[WARPS][MAX_RANKS];
+  __shared__ unsigned pairs_of_rank[MAX_RANKS];
+  const bool in_shared = group.num_experts <= SHARED_EXPERTS;
+  if (in_shared) {
+    for (int i = threadIdx.x; i < group.num_experts; i += CHUNK) shared_count[i] = 0;
+  }
+  for (int i = threadIdx.x; i < ranks; i += CHUNK) pairs_of_rank[i] = 0;
+  __syncthreads();
+
+  u64 mask = 0, worst = ~0ull;
+  if (is_token) {
+    const ID* mine = ids + token * top_k;
+    for (int k = 0; k < top_k; ++k) {
+      const i64 id = mine[k];
+      const float weight = weights[token * top_k + k];
+      int code = -1;
+      if (id < -1 || id >= group.num_experts) {
+        worst = min(worst, rating(OUTSIDE, token, k));
+      } else if (id >= 0) {
+        for (int j = 0; j < k; ++j) {
+          if (mine[j] == id) worst = min(worst, rating(REPEATED, token, k));
+        }
+        if (!isfinite(weight)) worst = min(worst, rating(NOT_FINITE, token, k));
+        code = group.code[id];
+        mask |= 1ull << (code >> CODE_BITS);
+        atomicAdd(pairs_of_rank + (code >> CODE_BITS), 1u);
+        if (in_shared) {
+          atomicAdd(shared_count + id, 1);
+        } else {
+          atomicAdd(reinterpret_cast<u64*>(group.state + PAIRS + ranks + id), 1ull);
+        }
+      }
+      way.code[token * top_k + k] = code;
+      way.weight[token * top_k + k] = weight;
+    }
+    if (everywhere) mask = ranks == MAX_RANKS ? ~0ull : (1ull << ranks) - 1;
+    way.mask[token] = mask;
+    if (worst != ~0ull) atomicMin(reinterpret_cast<u64*>(group.state + WORST), worst);
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    const unsigned going = __ballot_sync(ALL_LANES, mask >> rank & 1);
+    if (lane == 0) rows_of_warp[warp][rank] = __popc(going);
+  }
+  __syncthreads();
+  for (int rank = 0; rank < ranks; ++rank) {
+    const unsigned going = __ballot_sync(ALL_LANES, mask >> rank & 1);
+    int before = 0;
+    for (int w = 0; w < warp; ++w) before += rows_of_warp[w][rank];
+    if (is_token) {
+      way.ordinal[token * ranks + rank] = before + __popc(going & ((1u << lane) - 1));
+    }
+    if (threadIdx.x == CHUNK - 1) {
+      way.base[blockIdx.x * ranks + rank] = before + rows_of_warp[warp][rank];
+    }
+  }
+  for (int i = threadIdx.x; i < ranks; i += CHUNK) {
+    if (pairs_of_rank[i]) {
+      atomicAdd(reinterpret_cast<u64*>(group.state + PAIRS + i), static_cast<u64>(pairs_of_rank[i]));
+    }
+  }
+  if (in_shared) {
+    for (int i = threadIdx.x; i < group.num_experts; i += CHUNK) {
+      const u64 count = shared_count[i];
+      if (count) atomicAdd(reinterpret_cast<u64*>(group.state + PAIRS + ranks + i), count);
+    }
+  }
+
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    u64* ticket = reinterpret_cast<u64*>(group.state + ROUTE_TICKET);
+    is_last = atomicAdd(ticket, 1ull) == gridDim.x - 1;
+    if (is_last) *ticket = 0;
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  sum_up(group, way, ids, weights);
+}

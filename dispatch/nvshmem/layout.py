@@ -1,0 +1,142 @@
+"""Where everything lies, in the words and bytes that ``dispatch/cuda/group.cuh`` describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.placement import ExpertPlacement
+from crossdock.dispatch.wire import WireFormat, num_blocks
+
+__all__ = [
+    "CHUNK",
+    "MAX_RANKS",
+    "BucketLayout",
+    "Kind",
+    "Report",
+    "State",
+    "control_words",
+    "expert_codes",
+    "experts_by_rank",
+    "state_words",
+    "way_words",
+]
+
+CHUNK = 128
+MAX_RANKS = 64
+_CODE_BITS = 24
+_HEADER = 5
+_NUM_SIGNALS = 3
+_SIGNAL_WORDS = 16
+_ALIGN = 256
+
+
+class State(IntEnum):
+    """Words of a dispatcher's own device memory."""
+
+    DISPATCHES = 0
+    COMBINES = 1
+    ROUTE_TICKET = 2
+    ROWS_TICKET = 3
+    BROKEN = 4
+    WORST = 5
+    PAIRS = 6
+
+
+class Kind(IntEnum):
+    """Why a step was refused."""
+
+    FINE = 0
+    OUTSIDE = 1
+    REPEATED = 2
+    NOT_FINITE = 3
+    TOO_MANY_ROWS = 4
+    TOO_MANY_PAIRS = 5
+
+
+class Report(IntEnum):
+    """Words of pinned memory through which kernels report."""
+
+    WHAT = 0
+    RANK = 1
+    FIRST = 2
+    SECOND = 3
+    THIRD = 4
+    LATE = 8
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Bytes of a bucket at which its parts begin; the payload comes first.
+
+    Attributes:
+        scale: fp32 [C, ceil(H / 128)], nothing unless the wire is fp8.
+        ids: int64 [C, K].
+        weights: fp32 [C, K].
+        source: int64 [C, 2].
+        y: [C, y_bytes].
+        y_bytes: Of one row of results.
+        num_bytes: Of all.
+    """
+
+    scale: int
+    ids: int
+    weights: int
+    source: int
+    y: int
+    y_bytes: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, capacity: int, wire: WireFormat) -> BucketLayout:
+        """For a capacity in rows."""
+        scale_bytes = 4 * num_blocks(wire.hidden) if wire.fp8 else 0
+        # Eight columns of the widest dtype always fit, so that any results can go in parts.
+        y_bytes = max(wire.hidden * wire.dtype.itemsize, 32)
+        sizes = (
+            wire.hidden * wire.payload_dtype.itemsize,
+            scale_bytes,
+            8 * wire.top_k,
+            4 * wire.top_k,
+            16,
+            y_bytes,
+        )
+        starts = [0]
+        for size in sizes:
+            starts.append(-(-(starts[-1] + capacity * size) // _ALIGN) * _ALIGN)
+        return cls(*starts[1:6], y_bytes, starts[6])
+
+
+def way_words(num_tokens: int, num_experts: int, ranks: int, top_k: int) -> int:
+    """Words of 8 bytes of a step's routing."""
+    chunks = max(1, -(-num_tokens // CHUNK))
+    words = _HEADER + 2 * ranks + num_experts + ranks + num_tokens
+    return words + -(-(chunks * ranks + num_tokens * (2 * top_k + ranks)) // 2)
+
+
+def control_words(ranks: int, most_local: int) -> int:
+    """Words of a rank's signals and its two pages of records."""
+    return _NUM_SIGNALS * ranks * _SIGNAL_WORDS + 2 * ranks * (_HEADER + 2 * ranks + most_local)
+
+
+def state_words(ranks: int, num_experts: int) -> int:
+    """Words of a dispatcher's own device memory."""
+    return State.PAIRS + ranks + num_experts
+
+
+def expert_codes(placement: ExpertPlacement) -> Tensor:
+    """int32 [E]: owner above, local id in the low 24 bits."""
+    return (placement.owner << _CODE_BITS | placement.local_ids).to(torch.int32)
+
+
+def experts_by_rank(placement: ExpertPlacement) -> Tensor:
+    """int32 [R, most local experts of a rank]: global ids by local id, -1 past them."""
+    most = max(placement.num_local_experts(rank) for rank in range(placement.ep_size))
+    table = torch.full((placement.ep_size, most), -1, dtype=torch.int32)
+    table[placement.owner, placement.local_ids] = torch.arange(
+        placement.num_experts, dtype=torch.int32
+    )
+    return table

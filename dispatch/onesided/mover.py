@@ -1,0 +1,189 @@
+"""Rows written once, at their final place on the receiver; results read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.algorithms.base import Algorithm, ordered_sum
+from crossdock.dispatch.buckets import BucketMemory
+from crossdock.dispatch.handle import Handle
+from crossdock.dispatch.mover import Load, PackedMover
+from crossdock.dispatch.onesided.transport import OneSidedTransport, SharedMemory
+from crossdock.dispatch.routing import Routing
+from crossdock.dispatch.transports.base import Work
+from crossdock.dispatch.wire import WireFormat
+
+__all__ = ["OneSidedMover"]
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Some rank's bucket, as this rank reaches it: rows and results, one after the other.
+
+    Attributes:
+        raw: uint8 [C, row_bytes].
+        y: [C, H] in the model's dtype.
+    """
+
+    raw: Tensor
+    y: Tensor
+
+    @staticmethod
+    def num_bytes(capacity: int, wire: WireFormat) -> int:
+        """Size of a bucket's shared memory."""
+        return _y_at(capacity, wire) + capacity * wire.hidden * wire.dtype.itemsize
+
+    @classmethod
+    def of(cls, buffer: Tensor, capacity: int, wire: WireFormat) -> _Bucket:
+        """The bucket in uint8 [num_bytes]."""
+        rows = buffer[: capacity * wire.row_bytes].view(capacity, wire.row_bytes)
+        results = buffer[_y_at(capacity, wire) :].view(wire.dtype)
+        return cls(rows, results.view(capacity, wire.hidden))
+
+
+def _y_at(capacity: int, wire: WireFormat) -> int:
+    return -(-capacity * wire.row_bytes // _ALIGN) * _ALIGN
+
+
+class _SharedBucketMemory(BucketMemory):
+    """A bucket whose rows and results all ranks reach. ``y`` is there from the start."""
+
+    def __init__(self, capacity: int, wire: WireFormat, transport: OneSidedTransport) -> None:
+        self.shared: SharedMemory = transport.allocate(_Bucket.num_bytes(capacity, wire))
+        bucket = _Bucket.of(self.shared.buffer, capacity, wire)
+        super().__init__(capacity, wire, transport.device, raw=bucket.raw, y=bucket.y)
+        self.connected = False
+
+
+class OneSidedMover(PackedMover):
+    """Over transports whose ranks reach each other's memory.
+
+    A step writes to a bucket only after every rank's record of that step, which a rank posts after
+    its reads for the combine before; so neither rows nor results are overwritten while somebody
+    needs them. For the same reason results are read at once, not when the caller waits for them.
+    """
+
+    connects = True
+    transport: OneSidedTransport
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        wire: WireFormat,
+        num_slots: int,
+        transport: OneSidedTransport,
+    ) -> None:
+        super().__init__(algorithm, wire, num_slots)
+        self.transport = transport
+        # By rank and slot.
+        self._buckets: dict[tuple[int, int], _Bucket] = {}
+
+    def allocate(self, capacity: int) -> BucketMemory:
+        """Memory that others can reach."""
+        return _SharedBucketMemory(capacity, self.wire, self.transport)
+
+    def connect(self, memories: Sequence[tuple[int, BucketMemory]]) -> Callable[[], None]:
+        """Map what other ranks have newly taken; those that have nothing new say so."""
+        mine: list[_SharedBucketMemory] = []
+        offers: list[tuple[SharedMemory, list[int]]] = []
+        for slot, memory in memories:
+            assert isinstance(memory, _SharedBucketMemory)
+            mine.append(memory)
+            new_here = not memory.connected
+            offered = memory.shared if new_here else self.transport.allocate(0)
+            offers.append((offered, [slot, memory.capacity, new_here]))
+        new = {}
+        for by_rank in self.transport.share(offers):
+            for rank, (buffer, (slot, capacity, is_new)) in enumerate(by_rank):
+                if is_new:
+                    new[rank, slot] = _Bucket.of(buffer, capacity, self.wire)
+
+        def commit() -> None:
+            self._buckets |= new
+            for memory in mine:
+                memory.shared.settle()
+                memory.connected = True
+
+        return commit
+
+    def load(self, slot: int, x: Tensor, routing: Routing) -> Load:
+        """Quantise if the wire does; rows are gathered when their places are known."""
+        return Load(*self.wire.encode(x))
+
+    def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
+        """Gather each destination's rows straight into its bucket, and announce them."""
+        rank, plan, routing = self.transport.rank, handle.plan, handle.routing
+        first = plan.first[rank].tolist()
+        counts = plan.send_rows(rank)
+        # Where every rank gets every row, one set of ids and weights serves them all.
+        once = len(routing.packed) != sum(counts)
+        begin = 0
+        for peer, count in enumerate(counts):
+            if count:
+                rows = slice(0, count) if once else slice(begin, begin + count)
+                bucket = self._buckets[peer, handle.slots[peer]]
+                self.wire.write(
+                    bucket.raw[first[peer] : first[peer] + count],
+                    load.rows,
+                    load.extra,
+                    routing.ids[rows],
+                    routing.weights[rows],
+                    routing.packed[rows],
+                )
+                begin += count
+        return _Arrival(
+            self.transport,
+            [peer for peer, n in enumerate(plan.recv_rows(rank)) if n],
+            self.transport.announce_rows(),
+        )
+
+    def load_back(self, slot: int, y: Tensor, handle: Handle, memory: BucketMemory) -> Load:
+        """Nothing to do for ``rows.y``; other results are copied there."""
+        if y.dtype != self.wire.dtype:
+            return super().load_back(slot, y, handle, memory)
+        own = memory.y()
+        if y.data_ptr() != own.data_ptr() or not y.is_contiguous():
+            num_rows = handle.plan.received[self.transport.rank]
+            own[:num_rows].copy_(y[:num_rows])
+        return Load(own)
+
+    def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
+        """Sum results where they lie; the agreement has said that they are there."""
+        if load.rows.dtype != self.wire.dtype:
+            return super().send_back(load, handle, out)
+        rank, plan = self.transport.rank, handle.plan
+        first, counts = plan.first[rank].tolist(), plan.send_rows(rank)
+        parts = []
+        for peer, count in enumerate(counts):
+            if count:
+                y = self._buckets[peer, handle.slots[peer]].y
+                parts.append(y[first[peer] : first[peer] + count])
+            else:
+                parts.append(load.rows[:0])
+        ordered_sum(parts, torch.split(handle.routing.tokens, counts), out)
+        return _nothing
+
+    def release(self) -> None:
+        """Let go of other ranks' memory too."""
+        super().release()
+        self._buckets.clear()
+
+
+class _Arrival:
+    """Rows that other ranks write to this rank's bucket."""
+
+    def __init__(self, transport: OneSidedTransport, sources: list[int], epoch: int) -> None:
+        self._transport, self._sources, self._epoch = transport, sources, epoch
+
+    def wait(self) -> None:
+        self._transport.await_rows(self._sources, self._epoch)
+
+
+def _nothing() -> None:
+    """Results were summed at once."""

@@ -1,0 +1,1 @@
+"""Transports beyond threads and process groups."""
