@@ -11,7 +11,7 @@ from crossdock.dispatch import Partition, pcp_chunks
 from crossdock.dispatch.transports.base import Transport
 from crossdock.launch.config import Job
 
-__all__ = ["Batch", "make_batch"]
+__all__ = ["Batch", "make_batch", "make_batches"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,40 +47,61 @@ class Batch:
 
 def make_batch(job: Job, rank: int) -> Batch:
     """The batch of one rank."""
+    counts = job.config.run.batch.tokens_per_rank
+    if counts is not None:
+        return _plain_batch(counts, rank)
+    return _partitioned_batch(_partitions(job), rank)
+
+
+def make_batches(job: Job) -> list[Batch]:
+    """The batches of all ranks."""
+    ranks = range(job.topology.world_size)
+    counts = job.config.run.batch.tokens_per_rank
+    if counts is not None:
+        return [_plain_batch(counts, rank) for rank in ranks]
+    partitions = _partitions(job)
+    return [_partitioned_batch(partitions, rank) for rank in ranks]
+
+
+def _plain_batch(counts: list[int], rank: int) -> Batch:
+    first = sum(counts[:rank])
+    return Batch(
+        numbers=torch.arange(first, first + counts[rank]),
+        num_owned=counts[rank],
+        total=sum(counts),
+        partition=None,
+    )
+
+
+def _partitions(job: Job) -> list[Partition]:
     section, topology = job.config.run.batch, job.topology
-    if section.tokens_per_rank is not None:
-        counts = section.tokens_per_rank
-        first = sum(counts[:rank])
-        return Batch(
-            numbers=torch.arange(first, first + counts[rank]),
-            num_owned=counts[rank],
-            total=sum(counts),
-            partition=None,
-        )
     prefill = section.prefill or [[]] * topology.dp
     decode = section.decode or [0] * topology.dp
-    partitions = [
+    return [
         Partition(
             topology,
-            other,
-            prefill_lengths=prefill[topology.coordinates(other).dp],
-            num_decode=decode[topology.coordinates(other).dp],
+            rank,
+            prefill_lengths=prefill[topology.coordinates(rank).dp],
+            num_decode=decode[topology.coordinates(rank).dp],
             sequence_parallel=job.config.parallel.sequence_parallel,
         )
-        for other in range(topology.world_size)
+        for rank in range(topology.world_size)
     ]
+
+
+def _partitioned_batch(partitions: list[Partition], rank: int) -> Batch:
+    mine = partitions[rank]
     offsets = torch.tensor([0] + [p.num_owned for p in partitions]).cumsum(0).tolist()
-    dp = topology.coordinates(rank).dp
-    number_of = torch.empty(sum(prefill[dp]) + decode[dp], dtype=torch.int64)
+    number_of = torch.empty(sum(mine.prefill_lengths) + mine.num_decode, dtype=torch.int64)
     for other, partition in enumerate(partitions):
-        if topology.coordinates(other).dp == dp:
+        if partition.coordinates.dp == mine.coordinates.dp:
             owned = partition.to_ep(_batch_places(partition))
             number_of[owned] = torch.arange(offsets[other], offsets[other + 1])
     return Batch(
-        numbers=number_of[_batch_places(partitions[rank])],
-        num_owned=partitions[rank].num_owned,
+        numbers=number_of[_batch_places(mine)],
+        num_owned=mine.num_owned,
         total=offsets[-1],
-        partition=partitions[rank],
+        partition=mine,
     )
 
 

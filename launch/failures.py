@@ -8,6 +8,7 @@ ends, because launchers end all ranks once the first is gone and take that one f
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import json
@@ -35,15 +36,19 @@ __all__ = [
     "EXIT_CONFIG",
     "EXIT_FAILED",
     "FailureNote",
+    "die_with_supervisor",
     "end_rank",
+    "end_stopped",
     "job_errors_dir",
     "read_notes",
+    "report_failure",
     "supervision",
 ]
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 _LINGER_S = 1.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SUPERVISED = "CROSSDOCK_SUPERVISOR_ERRORS_DIR"
 
 
@@ -87,26 +92,43 @@ def supervision(errors_dir: Path) -> dict[str, str]:
     return {_SUPERVISED: str(errors_dir)}
 
 
+def die_with_supervisor() -> None:
+    """Have the kernel end this rank if the process that supervises it is killed."""
+    if _SUPERVISED in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end_rank(
     error: BaseException, rank: int, errors_dir: Path, processes: Sequence[Process] = ()
 ) -> NoReturn:
-    """Write the traceback, say the cause on the screen, and leave.
+    """Report a failure and leave.
+
+    Leaves by ``os._exit``: after a lost rank, orderly ends (process groups, MPI) would wait for it.
 
     Args:
         error: What this rank failed with.
         rank: This rank.
         errors_dir: From ``job_errors_dir``.
         processes: Where each rank runs, once that is known.
-
-    Leaves by ``os._exit``: after a lost rank, orderly ends (process groups, MPI) would wait for it.
     """
-    exit_code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    note = report_failure(error, rank, errors_dir)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not note.is_cause:
+        time.sleep(_LINGER_S)
+    if isinstance(error, RankTimeout) and processes:
+        end_stopped(processes[lost] for lost in error.ranks)
+    os._exit(note.exit_code)
+
+
+def report_failure(error: BaseException, rank: int, errors_dir: Path) -> FailureNote:
+    """Write the traceback and a note to files; say the cause on the screen."""
     note = FailureNote(
         rank=rank,
         time=time.time(),
         line=_in_plain_words(error, rank),
         is_cause=_is_cause(error, rank),
-        exit_code=exit_code,
+        exit_code=EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED,
     )
     errors_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     (errors_dir / f"rank-{rank}.txt").write_text("".join(traceback.format_exception(error)))
@@ -117,13 +139,7 @@ def end_rank(
         if not isinstance(error, ConfigError):
             print(f"crossdock: tracebacks in {errors_dir}", file=sys.stderr)
         print(f"crossdock: {note.line}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not note.is_cause:
-        time.sleep(_LINGER_S)
-    if isinstance(error, RankTimeout) and processes:
-        _end_stopped(processes[lost] for lost in error.ranks)
-    os._exit(exit_code)
+    return note
 
 
 def read_notes(errors_dir: Path) -> list[FailureNote]:
@@ -132,8 +148,11 @@ def read_notes(errors_dir: Path) -> list[FailureNote]:
     return sorted(notes, key=lambda note: (not note.is_cause, note.time))
 
 
-def _end_stopped(lost: Iterable[Process]) -> None:
-    """Launchers end ranks by SIGTERM, which a stopped process does not see until it goes on."""
+def end_stopped(lost: Iterable[Process]) -> None:
+    """End the processes of this host that are stopped.
+
+    Launchers end ranks by SIGTERM, which a stopped process does not see until it goes on.
+    """
     for process in lost:
         if (process.trouble() or "").startswith("is stopped"):
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -16,6 +16,7 @@ __all__ = [
     "Config",
     "DispatchSection",
     "ExpertsSection",
+    "LinksSection",
     "MoeSection",
     "ParallelSection",
     "RoutingSection",
@@ -106,6 +107,17 @@ class ExpertsSection(_Section):
     """Grouped GEMM of the experts."""
 
 
+class LinksSection(_Section):
+    """Speeds that ``crossdock plan`` reckons times with; nothing else reads them."""
+
+    intra_node_gb_s: Annotated[float, Field(gt=0)] | None = None
+    """GB/s in each direction between a rank and the others of its node."""
+    inter_node_gb_s: Annotated[float, Field(gt=0)] | None = None
+    """GB/s in each direction between a rank and other nodes: a node's, shared by its ranks."""
+    latency_us: Annotated[float, Field(ge=0)] = 0.0
+    """Microseconds of one exchange between all ranks, however small."""
+
+
 class BatchSection(_Section):
     """What every step computes: sequences per DP rank, or plainly tokens per rank."""
 
@@ -162,5 +174,7 @@ class Config(_Section):
     """How rows travel."""
     experts: ExpertsSection = ExpertsSection()
     """Who computes."""
+    links: LinksSection = LinksSection()
+    """How fast the machines' links are."""
     run: RunSection
     """The main job."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -135,10 +133,6 @@ class RunReport:
             ],
             "versions": versions(),
         }
-
-    def write_json(self, path: Path) -> None:
-        """Write :meth:`as_json` to a file."""
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
     def show(self, console: Console) -> None:
         """The table, what to know about it, and the verdict as the last line."""

@@ -62,14 +62,15 @@ class ObservedExperts:
     @property
     def scratch_capacity(self) -> int:
         """Pairs that the permute scratch holds."""
-        return self._scratch().capacity
+        return self.scratch().capacity
 
     def reserve(self, num_pairs: int) -> None:
         """Grow scratch and workspace to at least this many pairs."""
-        self._scratch().reserve(num_pairs)
+        self.scratch().reserve(num_pairs)
         self.workspace.get_simultaneous(((self.worker.workspace_bytes(num_pairs),), torch.uint8))
 
-    def _scratch(self) -> PermuteScratch:
+    def scratch(self) -> PermuteScratch:
+        """The worker's permute scratch."""
         worker = self.worker
         return permute_scratch(
             worker.workspace,

@@ -1,16 +1,19 @@
-"""How results look on a terminal, and in a file or a pipe."""
+"""How results look: on a terminal, in a pipe, in a JSON file."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.box import ASCII, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["make_console", "make_table"]
+__all__ = ["make_console", "make_table", "write_json"]
 
 PLAIN_WIDTH = 160
 
@@ -29,6 +32,11 @@ def make_table(title: str, columns: Sequence[str]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     return table
+
+
+def write_json(result: Mapping[str, Any], path: Path) -> None:
+    """Write results to a file."""
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _is_terminal() -> bool:

@@ -20,7 +20,7 @@ from crossdock.launch.failures import EXIT_FAILED, read_notes, supervision
 from crossdock.launch.models import ClusterSection
 from crossdock.scratch.errors import ConfigError
 
-__all__ = ["start_ranks"]
+__all__ = ["first_error", "start_ranks"]
 
 
 def start_ranks(cluster: ClusterSection, arguments: Sequence[str], errors_dir: Path | None) -> int:
@@ -82,12 +82,13 @@ def _say_why(failures: dict[int, ProcessFailure], notes_dir: Path) -> int:
         sys.stderr.write("\x1b[?25h")  # a progress bar that died left the cursor hidden
     if notes:
         print(f"crossdock: tracebacks in {notes_dir}", file=sys.stderr)
-    line, status = _first_error(failures, notes_dir)
+    line, status = first_error(failures, notes_dir)
     print(f"crossdock: {line}", file=sys.stderr)
     return status
 
 
-def _first_error(failures: dict[int, ProcessFailure], notes_dir: Path) -> tuple[str, int]:
+def first_error(failures: dict[int, ProcessFailure], notes_dir: Path) -> tuple[str, int]:
+    """What to say about failed ranks (by rank), and the status to end with."""
     notes = read_notes(notes_dir)
     by_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     killed = [

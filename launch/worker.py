@@ -1,12 +1,14 @@
-"""One rank of the main job, whoever started it: join, run, report, end."""
+"""One rank of a job, whoever started it: join, do the job, end together."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,68 +18,104 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from crossdock.dispatch import connect
+from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.watch import Process
 from crossdock.launch.config import Job, load_job
-from crossdock.launch.failures import EXIT_FAILED, end_rank, job_errors_dir
+from crossdock.launch.failures import die_with_supervisor, end_rank, job_errors_dir
 from crossdock.launch.join import Membership, Seat, check_world_size, join
 from crossdock.launch.report import RankReport, RunReport
 from crossdock.launch.run import run_layer
-from crossdock.launch.screen import make_console
-from crossdock.scratch.errors import ConfigError
+from crossdock.launch.screen import make_console, write_json
+from crossdock.scratch.errors import ConfigError, CrossdockError
 
-__all__ = ["run_as_rank"]
+__all__ = ["Work", "bench_work", "run_as_rank", "run_work"]
+
+Work = Callable[[Job, Transport, Membership], bool | None]
+"""What ranks do once they have met; on rank 0 the result says whether all went well."""
 
 
 def run_as_rank(
-    seat: Seat,
-    config: Path,
-    overrides: list[str],
-    *,
-    json_path: Path | None,
-    check: bool,
-    errors_dir: Path | None,
+    seat: Seat, config: Path, overrides: list[str], work: Work, *, errors_dir: Path | None
 ) -> NoReturn:
     """Be the rank that the launcher says this process is; ends the process."""
+    # A launcher passes Ctrl-C on to its ranks: end as by SIGTERM, nobody wants their tracebacks.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_supervisor()
     notes = job_errors_dir(errors_dir)
     processes: tuple[Process, ...] = ()
     try:
         job = load_job(config, overrides)
         check_world_size(seat, job.topology)
-        membership = join(seat, job.topology, job.config.dispatch.timeout_s)
+        timeout_s = job.config.dispatch.timeout_s
+        membership = join(seat, job.topology, timeout_s)
         processes = membership.processes
-        ok = _run(job, membership, json_path, check)
+        transport = connect(
+            job.config.dispatch.transport, device=_device(job, seat), timeout_s=timeout_s
+        )
+        # Launchers end all ranks when one ends badly: nobody leaves before rank 0 has reported.
+        ok = membership.share("verdict", work(job, transport, membership))
+        if not ok:
+            raise _mismatch()
+        transport.close()
+        dist.destroy_process_group()
     except BaseException as error:
         end_rank(error, seat.rank, notes, processes)
-    sys.exit(0 if ok else EXIT_FAILED)
+    sys.exit(0)
 
 
-def _run(job: Job, membership: Membership, json_path: Path | None, check: bool) -> bool:
-    """True if all results of all ranks matched."""
+def run_work(json_path: Path | None, check: bool) -> Work:
+    """The main job."""
+    return partial(_run, json_path=json_path, check=check)
+
+
+def bench_work(json_path: Path | None, rounds: int) -> Work:
+    """Dispatch and combine, measured."""
+    return partial(_bench, json_path=json_path, rounds=rounds)
+
+
+def _run(
+    job: Job,
+    transport: Transport,
+    membership: Membership,
+    *,
+    json_path: Path | None,
+    check: bool,
+) -> bool | None:
     console = make_console()
-    timeout_s = job.config.dispatch.timeout_s
-    transport = connect(
-        job.config.dispatch.transport, device=_device(job, membership.seat), timeout_s=timeout_s
-    )
-    with _progress(console, job, speaks=membership.seat.rank == 0) as on_step:
+    with _progress(console, job, speaks=transport.rank == 0) as on_step:
         mine = run_layer(job, transport, check=check, on_step=on_step)
-    reports = membership.gather("report", asdict(mine))
-    ok = None
-    if reports is not None:
-        report = RunReport(
-            job=job,
-            transport=transport.name,
-            ranks=[RankReport(**rank) for rank in reports],
-            checked=check,
-        )
-        report.show(console)
+    ranks = membership.gather("report", asdict(mine))
+    if ranks is None:
+        return None
+    report = RunReport(
+        job=job,
+        transport=transport.name,
+        ranks=[RankReport(**rank) for rank in ranks],
+        checked=check,
+    )
+    if json_path is not None:
+        write_json(report.as_json(), json_path)
+    report.show(console)
+    return report.ok
+
+
+def _bench(
+    job: Job, transport: Transport, membership: Membership, *, json_path: Path | None, rounds: int
+) -> bool | None:
+    from crossdock.launch.bench.dispatch import bench_dispatch, show_dispatch
+
+    result = bench_dispatch(job, transport, rounds=rounds)
+    if transport.rank == 0:
         if json_path is not None:
-            report.write_json(json_path)
-        ok = report.ok
-    # Launchers end all ranks when one fails: nobody leaves before rank 0 has reported.
-    ok = bool(membership.share("verdict", ok))
-    transport.close()
-    dist.destroy_process_group()
-    return ok
+            write_json(result, json_path)
+        show_dispatch(result, make_console())
+    return True
+
+
+def _mismatch() -> CrossdockError:
+    error = CrossdockError("results differ from the single-process oracle: see the table")
+    error.agreed = True
+    return error
 
 
 def _device(job: Job, seat: Seat) -> torch.device:

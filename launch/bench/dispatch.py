@@ -1,8 +1,7 @@
-"""Dispatch and combine on real ranks, beside a bare exchange of the same bytes and the naive way."""
+"""Dispatch and combine on real ranks, beside a bare exchange of their bytes and the naive way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +11,11 @@ from torch import Tensor
 from crossdock.dispatch import Dispatcher, Handle, ReceivedRows
 from crossdock.dispatch.reference import reference_combine, reference_dispatch
 from crossdock.dispatch.transports.base import Transport
-from crossdock.launch.batch import make_batch
 from crossdock.launch.bench.naive import NaiveDispatch
 from crossdock.launch.bench.timing import Times, measure
+from crossdock.launch.bench.tokens import Tokens, tokens_of
 from crossdock.launch.config import Job
-from crossdock.launch.hashing import hidden_states
 from crossdock.launch.report import versions
-from crossdock.launch.routing import make_routing
 from crossdock.launch.screen import make_table
 
 __all__ = ["bench_dispatch", "show_dispatch"]
@@ -35,27 +32,6 @@ _DEFINITIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Tokens:
-    x: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
-
-    def first(self, count: int) -> _Tokens:
-        return _Tokens(
-            x=self.x[:count],
-            topk_idx=self.topk_idx[:count],
-            topk_weights=self.topk_weights[:count],
-        )
-
-    def to(self, device: torch.device) -> _Tokens:
-        return _Tokens(
-            x=self.x.to(device),
-            topk_idx=self.topk_idx.to(device),
-            topk_weights=self.topk_weights.to(device),
-        )
-
-
 def bench_dispatch(job: Job, transport: Transport, *, rounds: int = 20) -> dict[str, Any]:
     """Check one step against the oracle, then time it beside its ceilings. Collective.
 
@@ -70,7 +46,7 @@ def bench_dispatch(job: Job, transport: Transport, *, rounds: int = 20) -> dict[
     Raises:
         AssertionError: A received row or a sum differs from the oracle's.
     """
-    tokens = [_tokens_of(job, rank) for rank in range(transport.world_size)]
+    tokens = [tokens_of(job, rank) for rank in range(transport.world_size)]
     device = transport.device
     mine = tokens[transport.rank].to(device)
     none = mine.first(0)
@@ -178,17 +154,8 @@ def _result(
     }
 
 
-def _tokens_of(job: Job, rank: int) -> _Tokens:
-    """Tokens that a rank dispatches in the first step; any rank can make them."""
-    batch = make_batch(job, rank)
-    numbers = batch.to_ep(batch.numbers)
-    topk_idx, topk_weights = make_routing(job).at(numbers)
-    x = hidden_states(numbers, job.config.moe.hidden, seed=job.config.run.seed, dtype=job.dtype)
-    return _Tokens(x=x, topk_idx=topk_idx, topk_weights=topk_weights)
-
-
 def _check_against_oracle(
-    job: Job, transport: Transport, dispatcher: Dispatcher, tokens: list[_Tokens]
+    job: Job, transport: Transport, dispatcher: Dispatcher, tokens: list[Tokens]
 ) -> None:
     """One step of at most 256 tokens a rank must be bit-equal to the oracle's."""
     few = [t.first(256) for t in tokens]

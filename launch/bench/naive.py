@@ -23,7 +23,7 @@ class NaiveDispatch:
         self._owner = placement.owner.to(transport.device)
 
     def __call__(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> list[Tensor]:
-        """Hidden states [n, H], ids [n, 1] and weights [n, 1] of the pairs of this rank's experts."""
+        """Hidden [n, H], ids [n, 1] and weights [n, 1] of the pairs of this rank's experts."""
         transport = self._transport
         experts = topk_idx.flatten()
         order = self._owner[experts].argsort(stable=True)

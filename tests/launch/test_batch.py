@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.launch.batch import make_batch
+from crossdock.launch.batch import make_batch, make_batches
 from crossdock.launch.config import load_job
 from tests.launch.conftest import SMALL
 
@@ -33,13 +33,14 @@ def test_every_token_is_dispatched_once_and_numbered_by_its_owner(
             f"run.batch={{prefill: {prefill}, decode: {decode}}}",
         ],
     )
-    batches = [make_batch(job, rank) for rank in range(dp * pcp * tp)]
+    batches = make_batches(job)
     total = sum(map(sum, prefill)) + sum(decode)
     assert {batch.total for batch in batches} == {total}
     owned = [batch.to_ep(batch.numbers) for batch in batches]
     assert torch.equal(torch.cat(owned), torch.arange(total))
-    for batch, mine in zip(batches, owned, strict=True):
+    for rank, (batch, mine) in enumerate(zip(batches, owned, strict=True)):
         assert len(mine) == batch.num_owned
+        assert torch.equal(batch.numbers, make_batch(job, rank).numbers)
     # Ranks of one DP replica hold the same set of decode tokens, and tp ranks the same tokens.
     for rank, batch in enumerate(batches):
         first_of_tp = batches[rank - rank % tp]
@@ -48,13 +49,13 @@ def test_every_token_is_dispatched_once_and_numbered_by_its_owner(
 
 def test_tokens_per_rank_are_dispatched_as_they_are(small_job):
     job = small_job("run.batch={tokens_per_rank: [4, 0, 1, 2]}")
-    batches = [make_batch(job, rank) for rank in range(4)]
+    batches = make_batches(job)
     assert [batch.numbers.tolist() for batch in batches] == [[0, 1, 2, 3], [], [4], [5, 6]]
     assert [batch.num_owned for batch in batches] == [4, 0, 1, 2]
 
 
 def test_each_decode_token_travels_once(small_job):
     job = small_job("run.batch={decode: [5, 2]}")
-    batches = [make_batch(job, rank) for rank in range(4)]
+    batches = make_batches(job)
     assert [batch.num_attention_tokens for batch in batches] == [5, 5, 2, 2]
     assert [batch.num_owned for batch in batches] == [3, 2, 1, 1]

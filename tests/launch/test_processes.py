@@ -40,7 +40,7 @@ def test_a_lost_rank_ends_the_job_and_is_named(launcher, how, small, tmp_path):
     )
     if launcher == "alone":
         assert "rank 2" in outcome.last_line, outcome.err
-        assert "Traceback" not in outcome.err
+        assert "Traceback" not in outcome.err, outcome.err
     if how == signal.SIGKILL and launcher == "alone":
         assert outcome.last_line == "crossdock: rank 2 was killed by SIGKILL"
 
@@ -65,7 +65,20 @@ def test_an_error_of_the_job_is_the_last_line(small, tmp_path):
     with start("alone", 4, [str(small), *overrides, "--errors-dir", str(tmp_path)]) as job:
         outcome = job.end(60)
     assert outcome.status == 1
-    assert "Traceback" not in outcome.err
+    assert "Traceback" not in outcome.err, outcome.err
     assert outcome.last_line.startswith("crossdock: ")
     assert "bucket" in outcome.last_line
     assert len(list(tmp_path.glob("*/rank-*.txt"))) >= 1
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name
+)
+def test_ending_the_command_ends_its_ranks(how, small, tmp_path):
+    arguments = [str(small), "run.steps=1000000", "--errors-dir", str(tmp_path)]
+    with start("alone", 4, arguments) as job:
+        job.wait_for("step 5 ")
+        os.kill(job.process.pid, how)
+        outcome = job.end(20)
+    assert outcome.status == (-how if how == signal.SIGKILL else 128 + how)
+    assert "Traceback" not in outcome.err, outcome.err

