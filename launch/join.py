@@ -29,6 +29,7 @@ __all__ = ["Launcher", "Membership", "Seat", "check_hosts", "check_world_size", 
 Launcher = Literal["torchrun", "Open MPI", "MPICH", "Slurm"]
 
 START_S = 100.0
+_SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 
 _SIZE_FLAGS: dict[Launcher, str] = {
     "torchrun": "--nnodes {nodes} --nproc-per-node {ranks_per_node}",
@@ -113,7 +114,7 @@ def find_seat(environ: Mapping[str, str] = os.environ) -> Seat | None:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
         return _seat("MPICH", environ, names)
     if in_step:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", _SLURM_TASKS)
         return _seat("Slurm", environ, names)
     return None
 
@@ -170,7 +171,7 @@ def join(seat: Seat, topology: Topology, timeout_s: float) -> Membership:
 
 def _seat(launcher: Launcher, environ: Mapping[str, str], names: tuple[str, ...]) -> Seat:
     rank, world_size = int(environ[names[0]]), int(environ[names[1]])
-    # "4(x2)" where Slurm gives tasks by node.
+    # Slurm gives tasks by node, such as 4(x2).
     local_world_size = re.match(r"\d+", environ.get(names[3], ""))
     return Seat(
         launcher=launcher,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -139,5 +141,19 @@ def _progress(console: Console, job: Job, *, speaks: bool) -> Iterator[Callable[
             task = progress.add_task(name, total=steps)
             yield lambda step: progress.update(task, completed=step)
     else:
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        yield lambda step: console.print(f"{name}: step {step} of {steps}")
+        yield _PlainProgress(console, name, steps)
+
+
+class _PlainProgress:
+    """A line each second, and for the last step."""
+
+    def __init__(self, console: Console, name: str, steps: int) -> None:
+        self._console, self._name, self._steps = console, name, steps
+        self._said = -math.inf
+
+    def __call__(self, step: int) -> None:
+        now = time.monotonic()
+        if step == self._steps or now - self._said >= 1:
+            self._console.print(f"{self._name}: step {step} of {self._steps}")
+            self._console.file.flush()
+            self._said = now

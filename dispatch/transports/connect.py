@@ -6,15 +6,17 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from crossdock.dispatch.transports.base import DEFAULT_TIMEOUT_S, Transport
+from crossdock.dispatch.transports.mpi import MpiTransport
 from crossdock.dispatch.transports.process_group import ProcessGroupTransport
 from crossdock.dispatch.transports.shm import ShmTransport
 from crossdock.scratch.errors import ConfigError
 
 __all__ = ["TRANSPORTS", "connect"]
 
-TRANSPORTS = ("auto", "gloo", "nccl", "shm")
+TRANSPORTS = ("auto", "gloo", "nccl", "mpi", "shm")
 
 
 def connect(
@@ -27,10 +29,12 @@ def connect(
     """Join this rank to the others. Collective.
 
     Args:
-        name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), ``"shm"`` (CPU, one node), or ``"auto"``: NCCL
-            where this rank's device is a GPU, gloo elsewhere.
-        group: Process group whose ranks form the EP group; by default the default group, which is
-            made from the launcher's environment if nobody has.
+        name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), ``"mpi"`` (either), ``"shm"`` (CPU, one node), or
+            ``"auto"``: NCCL where this rank's device is a GPU, gloo elsewhere.
+        group: Ranks that form the EP group. A torch process group; by default the default group,
+            which is made from the launcher's environment if nobody has. For ``"mpi"``, and for
+            ``"shm"`` if it shall do without torch's process groups: an mpi4py communicator, for
+            ``"mpi"`` by default COMM_WORLD.
         device: Where rows live. By default this rank's GPU (LOCAL_RANK) for NCCL, and for
             ``"auto"`` where there is one; else the CPU.
         timeout_s: Seconds after which a rank that does not answer is a RankTimeout.
@@ -47,6 +51,8 @@ def connect(
     device = torch.device(device)
     if name == "auto":
         name = "nccl" if device.type == "cuda" else "gloo"
+    if name == "mpi":
+        return MpiTransport(group, device=device, timeout_s=timeout_s)
     if name == "shm":
         return _connect_shm(group, device, timeout_s)
     return ProcessGroupTransport(name, group=group, device=device, timeout_s=timeout_s)
@@ -55,7 +61,11 @@ def connect(
 def _connect_shm(group: Any, device: torch.device, timeout_s: float) -> Transport:
     if device.type != "cpu":
         raise ConfigError(f"shm joins ranks on CPUs; device is {device}: use nccl, or cpu")
-    meeting = ProcessGroupTransport("gloo", group=group, device=device, timeout_s=timeout_s)
+    meeting: Transport
+    if group is None or isinstance(group, dist.ProcessGroup):
+        meeting = ProcessGroupTransport("gloo", group=group, device=device, timeout_s=timeout_s)
+    else:
+        meeting = MpiTransport(group, device=device, timeout_s=timeout_s)
     try:
         return ShmTransport(meeting, timeout_s=timeout_s)
     finally:

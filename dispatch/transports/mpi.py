@@ -176,7 +176,7 @@ class MpiTransport(Transport):
     def _duplicate(self, comm: MPI.Intracomm) -> tuple[MPI.Intracomm, int]:
         """This communicator's duplicate, made once, and how many transports it has had before."""
         key = _duplicates_key(self._mpi)
-        kept = comm.Get_attr(key)
+        kept: Any = comm.Get_attr(key)
         if kept is None:
             duplicate, request = comm.Idup()
             self._start([request], "the duplication of the communicator", duplicate).wait()

@@ -76,7 +76,7 @@ class ShmTransport(OneSidedTransport):
         self._signals = _FutexSignals(self, table, self._processes)
         self._board = Board(table.pages, self._signals, self.rank)
         self._steps = 0
-        self._outboxes = (_Outbox(self.world_size), _Outbox(self.world_size))
+        self._outboxes = [_Outbox(self.world_size), _Outbox(self.world_size)]
         self._swaps = 0
 
     # ---- what every transport does -------------------------------------------------------------
@@ -160,8 +160,11 @@ class ShmTransport(OneSidedTransport):
         _require_memory([poor for poor, *_ in offers], "has no memory for the rows that it sends")
         if any(generation != outbox.known[r] for r, (_, _, generation, *_) in enumerate(offers)):
             stuck = self._map_outboxes(outbox, offers)
-            stuck_ranks = self.exchange(torch.tensor([int(stuck)]))[:, 0].tolist()
-            _require_memory(stuck_ranks, "cannot reach the rows that others send")
+            all_stuck = self.exchange(torch.tensor([int(stuck)]))[:, 0].tolist()
+            if any(all_stuck):
+                # All ranks forget alike, so that they agree on what is new the next time.
+                self._outboxes[self._swaps % 2] = _Outbox(self.world_size)
+            _require_memory(all_stuck, "cannot reach the rows that others send")
             memory.settle()
         parts = torch.split(recv, recv_rows)
         for part, theirs, (_, _, _, _, *begins) in zip(parts, outbox.buffers, offers, strict=True):

@@ -113,6 +113,10 @@ class Watch:
 
         return self._ask(read, None)
 
+    def has_dead(self) -> bool:
+        """Whether a rank of this host is dead, so that waiting for all ranks is in vain."""
+        return any(state.startswith("is dead") for state in self._in_trouble().values())
+
     def find_missing(self, step: int, grace_s: float) -> dict[int, str]:
         """Name the ranks that did not come to ``step``, and tell the others.
 

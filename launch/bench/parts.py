@@ -51,8 +51,10 @@ def _experts() -> dict[str, Any]:
 
 
 def _show(title: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table of what all rows have; ``_us`` in a name is microseconds."""
-    names = [name for name in rows[0] if all(name in row for row in rows)]
+    """A table of what was measured in all rows (not of shapes); ``_us`` is microseconds."""
+    label, *others = rows[0]
+    measured = (name for name in others if all(isinstance(row.get(name), float) for row in rows))
+    names = [label, *measured]
     table = make_table(title, [name.replace("_", " ") for name in names])
     for row in rows:
         cells = (row[name] for name in names)

@@ -36,7 +36,7 @@ SRUN = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "1",
-    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
 TWO_NODES = Topology(nodes=2, ranks_per_node=4, dp=8)
 

@@ -11,6 +11,12 @@ import pytest
 from tests.launch.jobs import LAUNCHERS, start
 
 TIMEOUT_S = 5
+ENDLESS = [
+    "run.steps=1000000",
+    "cluster.ranks_per_node=3",
+    "parallel={dp: 3}",
+    "run.batch={tokens_per_rank: [7, 0, 5]}",
+]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -28,9 +34,9 @@ def test_the_main_job_passes_under_each_launcher(launcher, small, tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_lost_rank_ends_the_job_and_is_named(launcher, how, small, tmp_path):
-    overrides = ["run.steps=1000000", f"dispatch.timeout_s={TIMEOUT_S}"]
-    with start(launcher, 4, [str(small), *overrides, "--errors-dir", str(tmp_path)]) as job:
-        job.wait_for("step 5 ")
+    overrides = [*ENDLESS, f"dispatch.timeout_s={TIMEOUT_S}"]
+    with start(launcher, 3, [str(small), *overrides, "--errors-dir", str(tmp_path)]) as job:
+        job.wait_for("step ")
         os.kill(job.pid_of_rank(2), how)
         outcome = job.end(TIMEOUT_S + 5)
     assert outcome.status != 0
@@ -75,9 +81,8 @@ def test_an_error_of_the_job_is_the_last_line(small, tmp_path):
     "how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name
 )
 def test_ending_the_command_ends_its_ranks(how, small, tmp_path):
-    arguments = [str(small), "run.steps=1000000", "--errors-dir", str(tmp_path)]
-    with start("alone", 4, arguments) as job:
-        job.wait_for("step 5 ")
+    with start("alone", 3, [str(small), *ENDLESS, "--errors-dir", str(tmp_path)]) as job:
+        job.wait_for("step ")
         os.kill(job.process.pid, how)
         outcome = job.end(20)
     assert outcome.status == (-how if how == signal.SIGKILL else 128 + how)
