@@ -1,8 +1,8 @@
 """Check that the cu12 and cu13 extras fit the NVSHMEM that torch itself pins.
 
-pip's resolver is asked, without installing anything: for the CUDA that PyPI's torch is built for,
-the extra and torch must resolve to one NVSHMEM. For the other CUDA torch brings none, so there the
-extra's version must be the one that torch pins for its own.
+pip's resolver is asked, without installing anything. For the CUDA that PyPI's torch is built for,
+the extra and torch must resolve together, to one NVSHMEM. For the other CUDA the extra must resolve
+by itself (torch then comes from elsewhere), to the version that torch pins for its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ def resolve(*requirements: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-            + ["--only-binary=:all:", "--report", str(report), *requirements],
+            [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report), *requirements],
             check=True,
         )
         installs = json.loads(report.read_text())["install"]
@@ -41,9 +40,10 @@ def main() -> None:
         sys.exit(f"{torch} resolves to a build without NVSHMEM here: nothing to compare with")
     ((own, version),) = pinned.items()
     for extra in ("cu12", "cu13"):
-        resolved = resolve(torch, *project["optional-dependencies"][extra])
         name = f"nvidia-nvshmem-{extra}"
-        if resolved[own] != version or resolved[name] != version:
+        beside = [torch] if name == own else []
+        resolved = resolve(*beside, *project["optional-dependencies"][extra])
+        if resolved[name] != version:
             sys.exit(f"{extra}: {name} {resolved[name]}, but torch pins {own} {version}")
         print(f"{extra}: {name} {resolved[name]} = torch's {own} {version}")
 

@@ -107,6 +107,13 @@ class Problem(NamedTuple):
     kind: ProblemKind
     text: str
 
+    def error(self, rank: int) -> Exception:
+        """The exception that it becomes, if it is the problem of ``rank``."""
+        text = f"rank {rank}: {self.text}"
+        if self.kind == ProblemKind.GRADIENT:
+            return NotImplementedError(text)
+        return _EXCEPTIONS[self.kind](text, ranks=(rank,))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -303,10 +310,7 @@ def judge(matrix: Tensor, mine: Record, ledger: Ledger) -> None:
         raise mark_agreed(_disagreement(calls))
     if first is None:
         return
-    text = f"rank {first}: {_text(matrix[first])}"
-    if kinds[first] == ProblemKind.GRADIENT:
-        raise mark_agreed(NotImplementedError(text))
-    raise mark_agreed(_EXCEPTIONS[ProblemKind(kinds[first])](text, ranks=(first,)))
+    raise mark_agreed(Problem(ProblemKind(kinds[first]), _text(matrix[first])).error(first))
 
 
 def _judge_endings(

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from crossdock.dispatch.agreement import Problem, ProblemKind
 from crossdock.dispatch.config import DTYPES, DispatchConfig
-from crossdock.dispatch.routing import find_problem
 
 __all__ = ["Attempt", "check_hidden_states", "check_out", "check_results", "check_routing"]
 
@@ -77,7 +76,7 @@ def check_routing(
     config: DispatchConfig,
     device: torch.device,
 ) -> Problem | None:
-    """Ids int32 or int64 [T, K] and weights fp32 [T, K], with T that of x, and valid values."""
+    """Ids int32 or int64 [T, K] and weights fp32 [T, K], with T that of x."""
     expected = f"[{num_tokens}, {config.top_k}]"
     for name, tensor, dtypes in (
         ("topk_idx", topk_idx, (torch.int64, torch.int32)),
@@ -89,8 +88,7 @@ def check_routing(
         assert tensor is not None
         if tensor.shape != (num_tokens, config.top_k):
             return _wrong_shape(name, tensor, expected)
-    assert topk_idx is not None and topk_weights is not None
-    return find_problem(topk_idx, topk_weights, config.num_experts)
+    return None
 
 
 def check_results(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from crossdock.dispatch.agreement import (
@@ -39,17 +40,20 @@ from crossdock.dispatch.checks import (
 from crossdock.dispatch.config import DTYPES, DispatchConfig
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.mover import Load, Mover, PackedMover
+from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.onesided.mover import OneSidedMover
 from crossdock.dispatch.onesided.transport import OneSidedTransport
 from crossdock.dispatch.pending import Pending
 from crossdock.dispatch.placement import ExpertPlacement
-from crossdock.dispatch.routing import Routing
+from crossdock.dispatch.routing import Counts
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.settings import compare_settings, settings_of
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.topology import Topology
 from crossdock.dispatch.transports.base import Transport
-from crossdock.dispatch.unpack import unpack
+from crossdock.dispatch.transports.hierarchical import HierarchicalTransport
+from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+from crossdock.dispatch.two_level import TwoLevelMover
 from crossdock.dispatch.wire import WireFormat
 from crossdock.scratch.errors import DisagreementError, LockedError, RankTimeout
 
@@ -112,7 +116,7 @@ class Dispatcher:
             fixed = None if config.bucket == "grow" else config.bucket
             with Attempt(f"{num_slots} receive bucket(s) of {fixed} rows") as attempt:
                 self._algorithm = _ALGORITHMS[config.algorithm](transport, self.placement)
-                self._mover = _mover_for(self._algorithm, self.wire, num_slots)
+                self._mover = _mover_for(self._algorithm, self.wire, num_slots, config)
                 self._slots = [_Slot(Bucket(self._mover.allocate, fixed)) for _ in range(num_slots)]
             problem = attempt.problem
         agreement = agree(
@@ -202,13 +206,15 @@ class Dispatcher:
         self._require_open()
         index = self._free_slot()
         problem, routing, load = self._prepare(index, x, topk_idx, topk_weights, handle)
+        if self._mover.is_capturing():
+            return self._capture_dispatch(index, problem, routing, load, handle)
         capacity = self._slots[index].bucket.capacity if index is not None else 0
         agreement = self._agree(
             Operation.DISPATCH if handle is None else Operation.REDISPATCH,
             problem,
             subject=handle.step if isinstance(handle, Handle) else 0,
             num_tokens=len(x) if problem is None else 0,
-            values=(capacity, index or 0),
+            values=(capacity, index or 0, self._mover.held(index) if index is not None else 0),
             row_limit=capacity if self._locked or self.config.bucket != "grow" else -1,
             rows=routing.rows if routing is not None else None,
             pairs=routing.pairs if routing is not None else None,
@@ -219,9 +225,11 @@ class Dispatcher:
         slot = self._slots[index]
         received = handle.plan.received
         self._refuse_what_does_not_fit(agreement, received, handle.pairs)
+        self._reserve(index, handle, agreement)
         capacities = agreement.values[:, 0].tolist()
         if any(rows > held for rows, held in zip(received, capacities, strict=True)):
-            self._grow([index], received[self.transport.rank])
+            most = max(received) if self._mover.symmetric else received[self.transport.rank]
+            self._grow([index], most)
         handle.slots = agreement.values[:, 1].tolist()
         handle.slot, slot.handle = index, handle
         return Pending(self._move(load, slot, handle))
@@ -244,6 +252,11 @@ class Dispatcher:
                 if out is None:
                     out = y.new_empty(handle.num_tokens, y.shape[1], dtype=self.config.dtype)
             problem = attempt.problem
+        if self._mover.is_capturing():
+            if problem is not None:
+                raise problem.error(self.transport.rank)
+            assert load is not None and out is not None
+            return Pending(self._move_back(load, handle, out))
         agreement = self._agree(
             Operation.COMBINE,
             problem,
@@ -288,24 +301,34 @@ class Dispatcher:
         )
         self._locked = True
         self._pair_limit = -1 if pair_capacity is None else pair_capacity
+        self._mover.pair_limit = self._pair_limit
 
     def unlock(self) -> None:
         """Allow growth again. Collective; makes every handle stale."""
         self._require_open()
         self._agree(Operation.UNLOCK)
         self._locked = False
-        self._pair_limit = -1
+        self._pair_limit = self._mover.pair_limit = -1
         self._era += 1
         for slot in self._slots:
             slot.handle = None
 
     def check(self) -> None:
-        """Raise on all ranks what a captured step could not. Collective.
+        """Wait for what was replayed, and raise on all ranks what a graph could not. Collective.
 
-        Eager steps raise at once, so here it only finds ranks that are gone or elsewhere.
+        Eager steps raise at once, so without graphs it only finds ranks that are gone or elsewhere.
+
+        Raises:
+            RoutingError: A replayed step had bad ids or weights on some rank.
+            CapacityError: A replayed step did not fit in what some rank locked.
+            DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
         """
         self._require_open()
-        self._agree(Operation.CHECK)
+        self._agree(Operation.CHECK, self._mover.find_refusal())
+
+    def release_captured(self) -> None:
+        """Let go of outgrown memory that graphs hold; they must not be replayed again."""
+        self._mover.release_captured()
 
     def abort(self, error: BaseException) -> None:
         """Tell the others that this rank failed between two calls; their next call raises.
@@ -352,7 +375,7 @@ class Dispatcher:
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         handle: Handle | None,
-    ) -> tuple[Problem | None, Routing | None, Load | None]:
+    ) -> tuple[Problem | None, Counts | None, Load | None]:
         """Check, route and pack: all that can fail on this rank alone."""
         config, device = self.config, self.transport.device
         if handle is None:
@@ -374,18 +397,17 @@ class Dispatcher:
         if problem is not None:
             return problem, None, None
         assert index is not None
+        routing, load = None if handle is None else handle.routing, None
         with Attempt("memory for the rows to send") as attempt:
             if handle is None:
                 assert topk_idx is not None and topk_weights is not None
-                routing = self._algorithm.route(topk_idx.long(), topk_weights)
-            else:
-                routing = handle.routing
-            load = self._mover.load(index, x, routing)
-        if attempt.problem is not None:
-            return attempt.problem, None, None
-        return None, routing, load
+                problem, routing = self._mover.route(topk_idx, topk_weights)
+            if routing is not None:
+                load = self._mover.load(index, x, routing)
+        problem = attempt.problem or problem
+        return (None, routing, load) if problem is None else (problem, None, None)
 
-    def _new_handle(self, agreement: Agreement, routing: Routing, num_tokens: int) -> Handle:
+    def _new_handle(self, agreement: Agreement, routing: Counts, num_tokens: int) -> Handle:
         return Handle(
             dispatcher=self._id,
             transport=self.transport,
@@ -397,6 +419,41 @@ class Dispatcher:
             pairs=agreement.pairs.sum(0).tolist(),
             slots=[],
         )
+
+    def _capture_dispatch(
+        self,
+        index: int | None,
+        problem: Problem | None,
+        routing: Counts | None,
+        load: Load | None,
+        handle: Handle | None,
+    ) -> Pending[tuple[ReceivedRows, Handle]]:
+        """Record a dispatch in a graph: nothing is asked of the host, so nothing can grow."""
+        if problem is not None:
+            raise problem.error(self.transport.rank)
+        if not self._locked and self.config.bucket == "grow":
+            raise LockedError(
+                "dispatch is captured into a graph before lock(): the graph would keep addresses "
+                "that may move; warm up, lock, then capture"
+            )
+        assert index is not None and routing is not None and load is not None
+        ranks = self.transport.world_size
+        if handle is None or handle.slot is not None:
+            handle = Handle(
+                dispatcher=self._id,
+                transport=self.transport,
+                era=self._era,
+                step=self.transport.ledger.sequence,
+                num_tokens=len(load.rows),
+                routing=routing,
+                plan=SlotPlan(torch.full((ranks, ranks), -1)),
+                pairs=[-1] * ranks,
+                slots=[index] * ranks,
+                captured=True,
+            )
+        slot = self._slots[index]
+        handle.slot, slot.handle = index, handle
+        return Pending(self._move(load, slot, handle))
 
     def _refuse_what_does_not_fit(
         self, agreement: Agreement, rows: list[int], pairs: list[int]
@@ -438,6 +495,17 @@ class Dispatcher:
         for bucket in buckets:
             bucket.commit()
 
+    def _reserve(self, index: int, handle: Handle, agreement: Agreement) -> None:
+        """Take what the way needs beside the buckets, on every rank or on none. Collective."""
+        needs = self._mover.needs(handle, agreement.num_tokens)
+        if all(need <= held for need, held in zip(needs, agreement.values[:, 2], strict=True)):
+            return
+        rows = needs[self.transport.rank]
+        size = f"{rows} rows x {self.wire.row_bytes} bytes = {rows * self.wire.row_bytes} bytes"
+        with Attempt(f"memory for rows that pass through: {size}") as attempt:
+            self._mover.reserve(index, rows)
+        self._agree(Operation.GROW, attempt.problem)
+
     def _connect(self, indices: Sequence[int]) -> None:
         """Let every rank reach the newest memory of slots, if it has to. Collective."""
         if not self._mover.connects:
@@ -459,8 +527,7 @@ class Dispatcher:
         def finish() -> tuple[ReceivedRows, Handle]:
             if work is not None:
                 work.wait()
-            debug = self.config.debug
-            return unpack(memory, handle, self.wire, self._algorithm, debug=debug), handle
+            return self._mover.receive(memory, handle, debug=self.config.debug), handle
 
         return finish
 
@@ -524,6 +591,11 @@ class Dispatcher:
             text = f"placement has {self.placement.num_experts} experts, num_experts = {experts}"
         elif isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
             text = f"num_slots = {num_slots!r}: a whole number above 0"
+        elif self.config.hidden % self.transport.hidden_multiple:
+            text = (
+                f"hidden = {self.config.hidden}: {self.transport.name} moves rows of a multiple of "
+                f"{self.transport.hidden_multiple} elements"
+            )
         elif self.config.layout == "expert":
             text = (
                 f"layout = 'expert' needs a one-sided transport, and {self.transport.name} is "
@@ -541,6 +613,9 @@ class Dispatcher:
             text = f"the handle of step {handle.step} is another dispatcher's"
         elif handle.era != self._era:
             text = f"the handle of step {handle.step} is stale: unlock() came after it"
+        elif handle.captured != self._mover.is_capturing():
+            made = "recorded in a graph" if handle.captured else "made outside of the graph"
+            text = f"the handle of step {handle.step} was {made}"
         elif in_flight and handle.slot is None:
             text = f"the handle of step {handle.step} is used up: one combine a dispatch"
         return None if text is None else Problem(ProblemKind.HANDLE, f"{call}: {text}")
@@ -559,8 +634,14 @@ class Dispatcher:
         self._mover.release()
 
 
-def _mover_for(algorithm: Algorithm, wire: WireFormat, num_slots: int) -> Mover:
+def _mover_for(
+    algorithm: Algorithm, wire: WireFormat, num_slots: int, config: DispatchConfig
+) -> Mover:
     transport = algorithm.transport
+    if isinstance(transport, NvshmemTransport):
+        return NvshmemMover(algorithm, wire, num_slots, transport, config)
+    if isinstance(transport, HierarchicalTransport):
+        return TwoLevelMover(algorithm, wire, num_slots, transport)
     if isinstance(transport, OneSidedTransport):
         return OneSidedMover(algorithm, wire, num_slots, transport)
     return PackedMover(algorithm, wire, num_slots)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crossdock.dispatch.routing import Routing
+from crossdock.dispatch.routing import Counts
 from crossdock.dispatch.slots import SlotPlan
 
 __all__ = ["Handle"]
@@ -25,6 +25,7 @@ class Handle:
         pairs: [R] pairs that each rank received.
         slots: [R] the slot that holds the rows on each rank.
         slot: This rank's, while the step is in flight; None once combined.
+        captured: Whether the step was recorded in a graph; the host does not know its counts then.
     """
 
     dispatcher: int
@@ -32,11 +33,12 @@ class Handle:
     era: int
     step: int
     num_tokens: int
-    routing: Routing
+    routing: Counts
     plan: SlotPlan
     pairs: list[int]
     slots: list[int]
     slot: int | None = None
+    captured: bool = False
 
     def __repr__(self) -> str:
         state = "in flight" if self.slot is not None else "combined"

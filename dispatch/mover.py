@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.agreement import Problem
 from crossdock.dispatch.algorithms.base import Algorithm, ordered_sum
 from crossdock.dispatch.buckets import BucketMemory
 from crossdock.dispatch.handle import Handle
-from crossdock.dispatch.routing import Routing
+from crossdock.dispatch.routing import Counts, Routing, find_problem
+from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.staging import Staging
 from crossdock.dispatch.transports.base import Work
+from crossdock.dispatch.unpack import unpack
 from crossdock.dispatch.wire import WireFormat
 
 __all__ = ["Load", "Mover", "PackedMover"]
@@ -46,9 +49,14 @@ class Mover(ABC):
 
     Attributes:
         connects: Whether ranks write to each other's memory, and must know where it is.
+        symmetric: Whether all ranks' buckets have to be as large as the largest.
+        pair_limit: Pairs that this rank's experts hold, -1 if they may grow; for steps that only
+            the device judges.
     """
 
     connects = False
+    symmetric = False
+    pair_limit = -1
 
     def __init__(self, algorithm: Algorithm, wire: WireFormat, num_slots: int) -> None:
         self.algorithm = algorithm
@@ -71,13 +79,44 @@ class Mover(ABC):
         """
         return _nothing
 
+    def is_capturing(self) -> bool:
+        """Whether calls are being recorded in a graph, so that nothing may ask the host."""
+        return False
+
+    def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
+        """What is wrong with ids and weights [T, K], or else which rows leave; local."""
+        problem = find_problem(topk_idx, topk_weights, self.algorithm.placement.num_experts)
+        if problem is not None:
+            return problem, None
+        return None, self.algorithm.route(topk_idx.long(), topk_weights)
+
+    def held(self, slot: int) -> int:
+        """Rows for which a slot has memory beside its bucket, where that takes an agreement."""
+        return 0
+
+    def needs(self, handle: Handle, num_tokens: list[int]) -> list[int]:
+        """[R] such rows that each rank needs for a step, computed alike on all ranks.
+
+        Args:
+            handle: Of the step.
+            num_tokens: [R] tokens of each rank.
+        """
+        return [0] * self.transport.world_size
+
+    def reserve(self, slot: int, rows: int) -> None:  # noqa: B027 - most need none
+        """Take the memory for such rows; local."""
+
     @abstractmethod
-    def load(self, slot: int, x: Tensor, routing: Routing) -> Load:
+    def load(self, slot: int, x: Tensor, routing: Counts) -> Load:
         """Get ready to send tokens [T, H]; local."""
 
     @abstractmethod
     def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
         """Move rows into every rank's bucket; this rank's is ``memory``."""
+
+    def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
+        """The rows in ``memory``, after :meth:`send`'s work has ended; NaN beside if ``debug``."""
+        return unpack(memory, handle, self.wire, self.algorithm, debug=debug)
 
     @abstractmethod
     def load_back(self, slot: int, y: Tensor, handle: Handle, memory: BucketMemory) -> Load:
@@ -90,6 +129,13 @@ class Mover(ABC):
         Returns:
             What waits for them and sums each token's into ``out`` [T, H].
         """
+
+    def find_refusal(self) -> Problem | None:
+        """Why a step that a graph replayed was refused, if this rank is to blame."""
+        return None
+
+    def release_captured(self) -> None:  # noqa: B027 - most have none
+        """Let go of outgrown memory that graphs held."""
 
     @abstractmethod
     def release(self) -> None:
@@ -107,8 +153,9 @@ class PackedMover(Mover):
         """Memory of this rank's own."""
         return BucketMemory(capacity, self.wire, self.transport.device)
 
-    def load(self, slot: int, x: Tensor, routing: Routing) -> Load:
+    def load(self, slot: int, x: Tensor, routing: Counts) -> Load:
         """Pack."""
+        assert isinstance(routing, Routing)
         rows = self._staging[slot].take(len(routing.packed), self.wire.row_bytes, torch.uint8)
         self.wire.pack(rows, x, routing.ids, routing.weights, routing.packed)
         return Load(rows)
@@ -121,7 +168,7 @@ class PackedMover(Mover):
     def load_back(self, slot: int, y: Tensor, handle: Handle, memory: BucketMemory) -> Load:
         """Results are packed already; make room for those that come home."""
         rows = y[: handle.plan.received[self.transport.rank]].contiguous()
-        home = self._staging[slot].take(len(handle.routing.tokens), y.shape[1], y.dtype)
+        home = self._staging[slot].take(len(_routing(handle).tokens), y.shape[1], y.dtype)
         return Load(rows, home)
 
     def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
@@ -132,7 +179,7 @@ class PackedMover(Mover):
 
         def finish() -> None:
             work.wait()
-            tokens = torch.split(handle.routing.tokens, counts)
+            tokens = torch.split(_routing(handle).tokens, counts)
             ordered_sum(torch.split(home, counts), tokens, out)
 
         return finish
@@ -140,6 +187,11 @@ class PackedMover(Mover):
     def release(self) -> None:
         """Give back what packed rows lay in."""
         self._staging.clear()
+
+
+def _routing(handle: Handle) -> Routing:
+    assert isinstance(handle.routing, Routing)
+    return handle.routing
 
 
 def _nothing() -> None:

@@ -10,11 +10,24 @@ from torch import Tensor
 from crossdock.dispatch.agreement import Problem, ProblemKind
 from crossdock.dispatch.placement import ExpertPlacement
 
-__all__ = ["RouteTable", "Routing", "find_problem"]
+__all__ = ["Counts", "RouteTable", "Routing", "find_problem"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Routing:
+class Counts:
+    """What all ranks have to know of one rank's routing.
+
+    Attributes:
+        rows: int64 [R] on the CPU, rows to each rank.
+        pairs: int64 [R] on the CPU, (row, local expert) pairs to each rank.
+    """
+
+    rows: Tensor
+    pairs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routing(Counts):
     """One rank's tokens, by destination.
 
     Attributes:
@@ -22,16 +35,12 @@ class Routing:
         ids: int32 [n, K], expert ids that those rows carry (what they mean is the algorithm's).
         weights: fp32 [n, K], weights that they carry.
         tokens: int64 [S], token of each row that comes home, by ascending (rank, token).
-        rows: int64 [R] on the CPU, rows to each rank.
-        pairs: int64 [R] on the CPU, (row, local expert) pairs to each rank.
     """
 
     packed: Tensor
     ids: Tensor
     weights: Tensor
     tokens: Tensor
-    rows: Tensor
-    pairs: Tensor
 
 
 class RouteTable:
@@ -56,9 +65,7 @@ class RouteTable:
             topk_weights: fp32 [T, K].
         """
         owner = self._owner[topk_idx]
-        wanted = torch.zeros(
-            len(owner), self.ep_size + 1, dtype=torch.bool, device=owner.device
-        ).scatter_(1, owner.long(), True)[:, : self.ep_size]
+        wanted = self._wanted(owner)
         destination, tokens = wanted.t().nonzero().unbind(1)
         # Masks as bits: all ones where an expert lives elsewhere. Ids become -1, weights 0.0.
         elsewhere = owner.index_select(0, tokens).ne(destination.int()[:, None]).int().neg_()
@@ -78,6 +85,15 @@ class RouteTable:
     def count_pairs(self, topk_idx: Tensor) -> Tensor:
         """int64 [R] on the CPU: (token, expert) pairs that each rank owns."""
         return self._count(self._owner[topk_idx])
+
+    def count_rows(self, topk_idx: Tensor) -> Tensor:
+        """int64 [R] on the CPU: tokens that want each rank."""
+        return self._wanted(self._owner[topk_idx]).sum(0).cpu()
+
+    def _wanted(self, owner: Tensor) -> Tensor:
+        """Bool [T, R]: whether a token wants a rank, from the owners [T, K] of its experts."""
+        wanted = torch.zeros(len(owner), self.ep_size + 1, dtype=torch.bool, device=owner.device)
+        return wanted.scatter_(1, owner.long(), True)[:, : self.ep_size]
 
     def _count(self, owner: Tensor) -> Tensor:
         return torch.bincount(owner.flatten(), minlength=self.ep_size + 1)[: self.ep_size].cpu()

@@ -26,9 +26,9 @@ class ReceivedRows:
         topk_idx: int64 [C, K] local expert ids; column k is the sender's column k, -1 where that
             expert lives on another rank.
         topk_weights: fp32 [C, K], bit-equal to the sender's, 0 where ``topk_idx`` is -1.
-        num_rows: Rows received.
+        num_rows: Rows received; under graph capture int64 [1] on the device.
         rows_per_expert: int64 [num_local_experts] (row, local expert) pairs of each local expert.
-        num_pairs: Sum of ``rows_per_expert``.
+        num_pairs: Sum of ``rows_per_expert``; under graph capture int64 [1] on the device.
         source: int64 [C, 2]: EP rank and token index that each row came from.
     """
 
@@ -36,9 +36,9 @@ class ReceivedRows:
     scale: Tensor | None
     topk_idx: Tensor
     topk_weights: Tensor
-    num_rows: int
+    num_rows: int | Tensor
     rows_per_expert: Tensor
-    num_pairs: int
+    num_pairs: int | Tensor
     source: Tensor
     dtype: torch.dtype
     take_y: Callable[[], Tensor] = field(repr=False)

@@ -21,7 +21,8 @@ class SlotPlan:
     """Places of all rows of one step.
 
     Attributes:
-        counts: int64 [R, R] on the CPU, rows from (row index) to (column index).
+        counts: int64 [R, R] on the CPU, rows from (row index) to (column index); all -1 where only
+            the device knows.
     """
 
     counts: Tensor

@@ -18,6 +18,11 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return self._bytes.numel()
+
     def take(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [rows, width]; what was taken before is overwritten."""
         num_bytes = rows * width * dtype.itemsize

@@ -1,6 +1,8 @@
 """Figures of the experts: what a worker costs beside its GEMMs, and what memory pairs save.
 
 Times are medians of CUDA graph replays with a cold L2 (a large buffer is overwritten before each).
+All that is compared is replayed in turn, in one loop: under full load the card's clocks drift by
+several percent within seconds, more than some of the differences.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ __all__ = ["experts_memory_table", "run_experts_bench"]
 
 logger = logging.getLogger(__name__)
 
+WARM_UP = 3
 REPEATS = 20
 FLUSH_BYTES = 1 << 28
 
@@ -55,22 +59,15 @@ def run_experts_bench(
     """
     device = torch.device("cuda", torch.cuda.current_device())
     plain = _random_weights(num_local_experts, hidden, intermediate, device)
-    cases: dict[str, Any] = {"all_local": {}, "one_local": {}}
-    for weight_format in _formats():
-        weights = replace(plain, format=weight_format)
-        workspace = WorkspaceManager(device)
-        worker = make_experts("auto", weights, workspace=workspace)
-        for case, num_rows in (("all_local", num_pairs // top_k), ("one_local", num_pairs)):
-            rows = _random_rows(num_rows, num_pairs, hidden, num_local_experts, top_k, device)
-            workspace.unlock()
-            figures = _measure(worker, rows)
-            bf16 = cases[case].setdefault("torch", figures)
-            figures["worker_speedup"] = bf16["worker_us"] / figures["worker_us"]
-            figures["gemm_speedup"] = bf16["gemms_us"] / figures["gemms_us"]
-            figures["kept"] = figures["worker_speedup"] / figures["gemm_speedup"]
-            cases[case][worker.name] = figures
-            logger.info("%s, %s: %s", worker.name, case, figures)
-        del worker, workspace
+    workers = [
+        make_experts("auto", replace(plain, format=kind), workspace=WorkspaceManager(device))
+        for kind in _formats()
+    ]
+    cases = {}
+    for case, num_rows in (("all_local", num_pairs // top_k), ("one_local", num_pairs)):
+        rows = _random_rows(num_rows, num_pairs, hidden, num_local_experts, top_k, device)
+        cases[case] = _measure(workers, rows)
+        logger.info("%s: %s", case, cases[case])
     return {
         "gpu": torch.cuda.get_device_name(device),
         "shape": {
@@ -141,11 +138,37 @@ def _bytes_per_pair(hidden: int, intermediate: int) -> int:
     return (max(hidden, intermediate) + max(2 * intermediate, hidden)) * bf16 + index
 
 
-def _measure(worker: Worker, rows: ReceivedRows) -> dict[str, float]:
-    worker(rows)
-    worker.workspace.lock()
-    worker_us = _median_us(lambda: worker(rows))
-    num_pairs, device = rows.num_pairs, rows.x.device
+def _measure(workers: Sequence[Worker], rows: ReceivedRows) -> dict[str, dict[str, float]]:
+    """Figures by worker; the first one is what the others are compared with."""
+    graphs = []
+    for worker in workers:
+        worker.workspace.unlock()
+        worker(rows)
+        worker.workspace.lock()
+        graphs += [_capture(partial(worker, rows)), _capture(_gemms_alone(worker, rows))]
+    times = iter(_medians_us(graphs))
+    operations = 2 * int(rows.num_pairs) * 3 * workers[0].hidden * workers[0].intermediate
+    figures: dict[str, dict[str, float]] = {}
+    for worker in workers:
+        worker_us, gemms_us = next(times), next(times)
+        base = figures.get(workers[0].name, {"worker_us": worker_us, "gemms_us": gemms_us})
+        worker_speedup = base["worker_us"] / worker_us
+        gemm_speedup = base["gemms_us"] / gemms_us
+        figures[worker.name] = {
+            "worker_us": worker_us,
+            "gemms_us": gemms_us,
+            "gemms_tflops": operations / gemms_us * 1e-6,
+            "overhead": (worker_us - gemms_us) / gemms_us,
+            "worker_speedup": worker_speedup,
+            "gemm_speedup": gemm_speedup,
+            "kept": worker_speedup / gemm_speedup,
+        }
+    return figures
+
+
+def _gemms_alone(worker: Worker, rows: ReceivedRows) -> Callable[[], None]:
+    """The two GEMMs on random activations, with the groups that ``rows`` made in the scratch."""
+    num_pairs, device = int(rows.num_pairs), rows.x.device
     scratch = permute_scratch(
         worker.workspace,
         num_experts=worker.num_experts,
@@ -158,21 +181,14 @@ def _measure(worker: Worker, rows: ReceivedRows) -> dict[str, float]:
     activation, activation_scale = _activations(worker, num_pairs, worker.intermediate, device)
     out13 = out2 = None
     if worker.gemm13.writes_out:
-        out13 = x.new_empty(num_pairs, 2 * worker.intermediate, dtype=worker.gemm13.dtype)
-        out2 = x.new_empty(num_pairs, worker.hidden, dtype=worker.gemm2.dtype)
+        out13 = x.new_empty((num_pairs, 2 * worker.intermediate), dtype=worker.gemm13.dtype)
+        out2 = x.new_empty((num_pairs, worker.hidden), dtype=worker.gemm2.dtype)
 
     def gemms() -> None:
         worker.gemm13(x, x_scale, groups, out=out13)
         worker.gemm2(activation, activation_scale, groups, out=out2)
 
-    gemms_us = _median_us(gemms)
-    operations = 2 * num_pairs * 3 * worker.hidden * worker.intermediate
-    return {
-        "worker_us": worker_us,
-        "gemms_us": gemms_us,
-        "gemms_tflops": operations / gemms_us * 1e-6,
-        "overhead": (worker_us - gemms_us) / gemms_us,
-    }
+    return gemms
 
 
 def _formats() -> tuple[WeightFormat, ...]:
@@ -192,25 +208,41 @@ def _activations(
     return values.to(torch.float8_e4m3fn), torch.ones(num_pairs, scales, device=device)
 
 
-def _median_us(call: Callable[[], object]) -> float:
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, and the call whose memory it uses."""
+
+    graph: torch.cuda.CUDAGraph
+    call: Callable[[], object]
+
+
+def _capture(call: Callable[[], object]) -> _Captured:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
+    return _Captured(graph, call)
+
+
+def _medians_us(captured: Sequence[_Captured]) -> list[float]:
+    """Median microseconds of each, replayed in turn."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    starts, ends = ([_timing_event() for _ in range(REPEATS)] for _ in range(2))
-    graph.replay()
-    for start, end in zip(starts, ends, strict=True):
-        flush.zero_()
-        start.record()
-        graph.replay()
-        end.record()
+    spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in captured]
+    for round_number in range(WARM_UP + REPEATS):
+        for each, of_each in zip(captured, spans, strict=True):
+            start, end = _timing_event(), _timing_event()
+            flush.zero_()
+            start.record()
+            each.graph.replay()
+            end.record()
+            if round_number >= WARM_UP:
+                of_each.append((start, end))
     torch.cuda.synchronize()
-    milliseconds: list[float] = [
-        start.elapsed_time(end) for start, end in zip(starts, ends, strict=True)
+    return [
+        1e3 * statistics.median(float(start.elapsed_time(end)) for start, end in of_each)
+        for of_each in spans
     ]
-    return 1e3 * statistics.median(milliseconds)
 
 
 def _timing_event() -> torch.cuda.Event:

@@ -125,7 +125,8 @@ class Worker:
         num_pairs = self._num_pairs(rows)
         out = rows.y
         if num_pairs == 0:
-            out[: rows.num_rows].zero_()
+            known = isinstance(rows.num_rows, int)
+            out[: rows.num_rows if known else rows.capacity].zero_()
             return out
         region_a, scales, region_b = self.workspace.get_simultaneous(*self._requests(num_pairs))
         hidden, intermediate = self._padded_hidden, self._padded_intermediate
@@ -236,7 +237,8 @@ class Worker:
 
     def _num_pairs(self, rows: ReceivedRows) -> int:
         """P on the host: what was received, or under capture the most that may be replayed."""
-        if not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        capturing = rows.x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if isinstance(rows.num_pairs, int) and not capturing:
             return rows.num_pairs
         if not self.workspace.is_locked():
             raise LockedError(

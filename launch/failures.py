@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import itertools
 import json
 import os
@@ -180,15 +179,14 @@ def _speaks(error: BaseException, rank: int, errors_dir: Path) -> bool:
     """Whether this rank's line goes to the screen where nobody speaks for all ranks."""
     if isinstance(error, RankTimeout):  # who is lost cannot speak: the first survivor does
         return rank == next(r for r in itertools.count() if r not in error.ranks)
-    if isinstance(error, ConfigError) and not error.agreed:
-        # Often the same on every rank of a host, which have not met yet: the first one says it.
-        said = hashlib.sha256(str(error).encode()).hexdigest()[:16]
-        try:
-            (errors_dir / f"said-{said}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
-    return _is_cause(error, rank)
+    if not _is_cause(error, rank):
+        return False
+    # Often the same on all ranks of a host: the first says it, the others' are in their files.
+    try:
+        (errors_dir / "said").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _tell_torchrun(line: str) -> None:

@@ -140,7 +140,7 @@ class RunReport:
         lock_after = self.job.config.run.lock_after
         locked = "never locked" if lock_after is None else f"locked after step {lock_after}"
         console.print(
-            "Largest of the steps for rows, bucket, pairs and scratch; medians for ms; "
+            "Counts: largest of the steps. ms: medians, waiting for slower ranks included. "
             f"{self.transport}, {self.job.config.dispatch.algorithm}, {locked}.",
             style="dim",
         )
@@ -150,18 +150,21 @@ class RunReport:
         console.print(self._verdict(), style="bold green" if self.ok else "bold red")
 
     def _table(self) -> Table:
-        names = ["rank", "node", "dp", "pcp", "tp", "tokens", "owned", "rows", "bucket", "pairs"]
-        names += ["scratch", "MB sent", "dispatch ms", "experts ms", "combine ms", "max error"]
+        many_nodes = self.job.config.cluster.nodes > 1
+        names = ["rank", "node"] if many_nodes else ["rank"]
+        names += ["dp.\npcp.\ntp", "tokens/\nowned", "rows/\nbucket", "pairs/\nscratch", "MB\nsent"]
+        names += ["dispatch/\nexperts/\ncombine ms", "max\nerror"]
         table = make_table(self.job.config.name, names)
         for r in self.ranks:
-            largest = (max(r.rows_received), max(r.bucket_capacity))
             times = (median(r.seconds[name]) * 1e3 for name in ("dispatch", "experts", "combine"))
             table.add_row(
-                *map(str, (r.rank, r.node, r.dp, r.pcp, r.tp)),
-                *map(str, (max(r.tokens_attention), max(r.tokens_owned), *largest)),
-                *map(str, (max(r.pairs), max(r.scratch_capacity))),
+                *map(str, (r.rank, r.node) if many_nodes else (r.rank,)),
+                f"{r.dp}.{r.pcp}.{r.tp}",
+                f"{max(r.tokens_attention)}/{max(r.tokens_owned)}",
+                f"{max(r.rows_received)}/{max(r.bucket_capacity)}",
+                f"{max(r.pairs)}/{max(r.scratch_capacity)}",
                 f"{r.bytes_sent / 1e6:.1f}",
-                *(f"{ms:.1f}" for ms in times),
+                "/".join(f"{ms:.0f}" if ms >= 10 else f"{ms:.1f}" for ms in times),
                 f"{r.max_abs_error:.2g}" if self.checked else "-",
                 style=None if r.ok else "red",
             )

@@ -31,6 +31,7 @@ from crossdock.launch.hashing import hidden_states
 from crossdock.launch.report import RankReport
 from crossdock.launch.routing import RoutingSource, make_routing
 from crossdock.scratch import PermuteScratch, WorkspaceManager, permute_scratch
+from crossdock.scratch.errors import LockedError
 
 __all__ = ["run_layer"]
 
@@ -49,7 +50,7 @@ class ObservedExperts:
     def __call__(self, rows: ReceivedRows) -> Tensor:
         """Run the worker."""
         self.started = _now(rows.x.device)
-        self.num_rows, self.num_pairs = rows.num_rows, rows.num_pairs
+        self.num_rows, self.num_pairs = int(rows.num_rows), int(rows.num_pairs)
         self.bucket_capacity = rows.capacity
         y = self.worker(rows)
         self.ended = _now(rows.x.device)
@@ -148,7 +149,10 @@ def run_layer(
         if run.lock_after == 0:
             layer.lock()
         for step in range(run.steps):
-            _run_step(step, job, transport, batch, routing, layer, experts, oracle, report)
+            try:
+                _run_step(step, job, transport, batch, routing, layer, experts, oracle, report)
+            except LockedError as error:
+                raise _with_advice(error, step, job) from error
             if step + 1 == run.lock_after:
                 # What experts have seen so far is a sample of what they will; buckets have the
                 # same headroom.
@@ -198,6 +202,19 @@ def _run_step(
     attention = batch.from_ep(out, transport)
     if oracle is not None:
         oracle.compare(attention, x, topk_idx, topk_weights, report)
+
+
+def _with_advice(error: LockedError, step: int, job: Job) -> LockedError:
+    """The same error, with the settings of the configuration that decide."""
+    lock_after, bucket = job.config.run.lock_after, job.config.dispatch.bucket
+    settings = (
+        f"run.lock_after = {lock_after}" if bucket == "grow" else f"dispatch.bucket = {bucket}"
+    )
+    advised = LockedError(
+        f"step {step + 1} outgrows memory that {settings} fixed: {error}", ranks=error.ranks
+    )
+    advised.agreed = error.agreed
+    return advised
 
 
 def _weights(job: Job, expert_ids: list[int], device: torch.device) -> ExpertWeights:

@@ -27,10 +27,12 @@ def make_console() -> Console:
 
 def make_table(title: str, columns: Sequence[str]) -> Table:
     """A table of numbers."""
-    box = SIMPLE_HEAD if _is_terminal() else ASCII
-    table = Table(title=title, box=box, title_justify="left")
+    if _is_terminal():
+        table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    else:
+        table = Table(title=title, box=ASCII, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

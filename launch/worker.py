@@ -137,7 +137,7 @@ def _progress(console: Console, job: Job, *, speaks: bool) -> Iterator[Callable[
         yield lambda step: None
     elif console.is_terminal:
         columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
             task = progress.add_task(name, total=steps)
             yield lambda step: progress.update(task, completed=step)
     else:

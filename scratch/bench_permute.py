@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from crossdock.scratch import permute_cuda, permute_torch
-from crossdock.scratch.convert import FP8, swiglu
+from crossdock.scratch.convert import FP8, quantize, swiglu
 from crossdock.scratch.kernels import load_kernel
 from crossdock.scratch.permutation import Permuted, permute, unpermute
 from crossdock.scratch.permute_scratch import PermuteScratch, permute_scratch
@@ -106,7 +106,8 @@ def run_permute_bench(
         JSON-able: ``device``, ``floor_us`` (an empty kernel, on CUDA), and for each case its shape,
         ``pairs``, ``permute_us``, ``permute_ceiling_us``, ``permute_ratio`` (ceiling / time),
         ``index_us``, and the same three for unpermute; ``activations``, SwiGLU alone and with
-        quantisation beside a copy of its bytes. Each ``_us`` is the median in microseconds.
+        quantisation, and ``conversions``, permutes that change the dtype, each beside a copy of
+        as many bytes (``us``, ``ceiling_us``, ``ratio``). Each is the median in microseconds.
 
     Raises:
         AssertionError: A result differs from plain torch's.
@@ -121,6 +122,7 @@ def run_permute_bench(
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "cases": [_run_case(case, device, timer, seed) for case in chosen],
         "activations": _run_activations(device, timer, pairs=16384 if on_gpu else 1024),
+        "conversions": _run_conversions(device, timer, pairs=16384 if on_gpu else 1024),
     }
     if on_gpu:
         nothing = load_kernel(permute_cuda.SOURCES / "copy.cu", "nothing", device=device)
@@ -194,16 +196,52 @@ def _run_activations(device: torch.device, timer: _Timer, *, pairs: int) -> list
         us = timer.median_us(partial(swiglu, gate_up, out=out, scale=scale))
         ceiling = timer.copy_us(gate_up, gate_up.nbytes, out.nbytes)
         results.append(
-            {
-                "name": name,
-                "pairs": pairs,
-                "intermediate": intermediate,
-                "us": us,
-                "ceiling_us": ceiling,
-                "ratio": ceiling / us,
-            }
+            {"name": name, "pairs": pairs, "width": intermediate, **_beside(us, ceiling)}
         )
     return results
+
+
+def _run_conversions(device: torch.device, timer: _Timer, *, pairs: int) -> list[dict[str, Any]]:
+    """Permutes that change the dtype, one local expert a row."""
+    hidden, num_local, top_k = (7168, 32, 8) if device.type == "cuda" else (1024, 32, 8)
+    topk_idx = torch.full((pairs, top_k), -1, dtype=torch.int64, device=device)
+    topk_idx[:, 3] = torch.randint(num_local, (pairs,), device=device)
+    wide = torch.randn(pairs, hidden, device=device).bfloat16()
+    payload = torch.empty(pairs, hidden, dtype=FP8, device=device)
+    scales = torch.empty(pairs, hidden // 128, device=device)
+    quantize(wide, out=payload, scale=scales)
+    workspace = WorkspaceManager(device)
+    scratch = permute_scratch(
+        workspace, num_experts=256, num_local_experts=num_local, device=device
+    )
+    scratch.reserve(pairs)
+    workspace.lock()
+    results = []
+    for name, source, source_scale, dtype, num_scales in (
+        ("bf16 to fp8 by row", wide, None, FP8, 1),
+        ("bf16 to fp8 by 128", wide, None, FP8, hidden // 128),
+        ("fp8 by 128 to bf16", payload, scales, torch.bfloat16, 0),
+        ("fp8 by 128 to fp8 by row", payload, scales, FP8, 1),
+    ):
+        out = torch.empty(pairs, hidden, dtype=dtype, device=device)
+        out_scale = torch.empty(pairs, num_scales, device=device) if num_scales else None
+        run = partial(
+            permute,
+            source,
+            source_scale,
+            topk_idx,
+            scratch,
+            num_pairs=pairs,
+            out=out,
+            out_scale=out_scale,
+        )
+        us, ceiling = timer.median_us(run), timer.copy_us(source, source.nbytes, out.nbytes)
+        results.append({"name": name, "pairs": pairs, "width": hidden, **_beside(us, ceiling)})
+    return results
+
+
+def _beside(us: float, ceiling_us: float) -> dict[str, float]:
+    return {"us": us, "ceiling_us": ceiling_us, "ratio": ceiling_us / us}
 
 
 def _index(topk_idx: Tensor, scratch: PermuteScratch, permuted: Permuted) -> None:

@@ -2,7 +2,7 @@
 
 Work is in proportion to local pairs, beyond one read of the ids and one write of ``inverse``:
 
-    count_tiles, place_pairs   a counting sort of the local ids; place_pairs alone for few ids
+    count_tiles, place_pairs   a counting sort of the local ids; place_chunk alone for few ids
     move_rows                  each row read once, written to all of its pairs
 
 Each kernel starts while its predecessor ends, and reads its inputs meanwhile.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from crossdock.scratch import jit
-from crossdock.scratch.kernels import Kernel, load_kernel
+from crossdock.scratch.kernels import load_kernel
 from crossdock.scratch.permute_scratch import MAX_TILES, PermuteScratch, padded_experts
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ __all__ = ["SOURCES", "index", "is_available", "permute", "supports", "unpermute
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cuda"
+INDEX = SOURCES / "index.cu"
 
 MAX_EXPERTS = 1024
-TILE_STEP = 1024  # CHUNK in index.cu
+CHUNK = 1024  # ids of a block at a time, in index.cu
 INDEX_THREADS = 512
 WARPS = 8  # of a block of move_rows
 WORDS_IN_FLIGHT = 4  # UNROLL in rows.cu
@@ -102,31 +103,31 @@ def index(topk_idx: Tensor, scratch: PermuteScratch, permuted: Permuted) -> None
     device_rows, num_rows = row_count(permuted)
     top_k = topk_idx.shape[1]
     num_slots = num_rows * top_k
-    tile = max(1, math.ceil(num_slots / (MAX_TILES * TILE_STEP))) * TILE_STEP
-    num_tiles = max(1, math.ceil(num_slots / tile))  # offsets are written even if there is no id
-    experts = padded_experts(scratch.num_local_experts)
+    device = topk_idx.device
+    defines = {"EXPERTS": padded_experts(scratch.num_local_experts)}
     ids = (topk_idx, device_rows, num_rows, top_k, scratch.num_local_experts)
-    count_tiles, place_pairs = (
-        load_kernel(
-            SOURCES / "index.cu", name, device=topk_idx.device, defines={"EXPERTS": experts}
-        )
-        for name in ("count_tiles", "place_pairs")
-    )
-    counts = scratch.tile_counts if num_slots > TILE_STEP else None
-    if counts is not None:
-        count_tiles(num_tiles, INDEX_THREADS, *ids, tile, counts, device=topk_idx.device)
+    results = (permuted.offsets, permuted.inverse, permuted.source)
+    num_pairs = permuted.source.numel()
+    if num_slots <= CHUNK:
+        place_chunk = load_kernel(INDEX, "place_chunk", device=device, defines=defines)
+        place_chunk(1, INDEX_THREADS, *ids, num_pairs, *results, device=device)
+        return
+    tile = math.ceil(num_slots / (MAX_TILES * CHUNK)) * CHUNK
+    num_tiles = math.ceil(num_slots / tile)
+    counts = scratch.tile_counts
+    count_tiles = load_kernel(INDEX, "count_tiles", device=device, defines=defines)
+    count_tiles(num_tiles, INDEX_THREADS, *ids, tile, counts, device=device)
+    place_pairs = load_kernel(INDEX, "place_pairs", device=device, defines=defines)
     place_pairs(
         num_tiles,
         INDEX_THREADS,
         *ids,
-        permuted.source.numel(),
+        num_pairs,
         tile,
         counts,
-        permuted.offsets,
-        permuted.inverse,
-        permuted.source,
-        device=topk_idx.device,
-        overlap=counts is not None,
+        *results,
+        device=device,
+        overlap=True,
     )
 
 

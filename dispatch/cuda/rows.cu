@@ -4,15 +4,15 @@
 // no two threads have to meet.
 //
 // Macros: ELEM, the type of hidden states; FP8, whether they travel as e4m3 with a scale for each
-// 128 elements.
+// 128 elements; UNITS, of 8 elements that a lane takes at a time; THREADS and BLOCKS, of a block and
+// on a multiprocessor.
 #include "group.cuh"
 #include "numbers.cuh"
 #if FP8
 #include <cuda_fp8.h>
 #endif
 
-constexpr int UNITS = 4;               // of 8 elements, for each lane
-constexpr int SEGMENT = UNITS * WARP;  // units that a warp takes at a time
+constexpr int SEGMENT = UNITS * WARP;  // units of 8 elements that a warp takes at a time
 
 #if FP8
 constexpr int FP8_BLOCK = 128;
@@ -173,89 +173,126 @@ __device__ void prepare_bucket(const Group& group, const Slot& slot, const Way& 
   for (i64 i = num_rows * group.top_k + thread; i < end; i += threads) weights[i] = ~0u;
 }
 
-// Ids, weights and origin of a token's row on one rank. Call with a whole warp.
-__device__ __forceinline__ void write_metadata(const Group& group, const Slot& slot, const Way& way,
-                                               i64 token, int rank, i64 row) {
+// A segment of a token on its way: the next one is loaded while this one is stored.
+struct Item {
+  i64 token;
+  int begin; // this lane's first unit
+  u64 mask;
+  int place[2]; // of the row on the rank of this lane's number, and on the one 32 above
+  Eight<ELEM> numbers[UNITS];
+};
+
+__device__ __forceinline__ Item load_item(const Group& group, const Way& way, const ELEM* x,
+                                          i64 number, int segments, const Judgement& judgement) {
   const int lane = threadIdx.x % WARP;
-  const i64 top_k = group.top_k;
-  unsigned char* bucket = slot.bucket[rank];
-  i64* ids = reinterpret_cast<i64*>(bucket + slot.ids_at) + row * top_k;
-  float* weights = reinterpret_cast<float*>(bucket + slot.weights_at) + row * top_k;
-  for (int k = lane; k < top_k; k += WARP) {
-    const int code = way.code[token * top_k + k];
-    const bool lives_there = code >= 0 && code >> CODE_BITS == rank;
-    ids[k] = lives_there ? code & ((1 << CODE_BITS) - 1) : -1;
-    weights[k] = lives_there ? way.weight[token * top_k + k] : 0.f;
+  const int ranks = static_cast<int>(group.ranks), hidden = static_cast<int>(group.hidden);
+  Item item;
+  item.token = number / segments;
+  item.begin = static_cast<int>(number % segments) * SEGMENT + lane;
+#pragma unroll
+  for (int j = 0; j < UNITS; ++j) {
+    const int unit = item.begin + j * WARP;
+    item.numbers[j] = {};
+    if (unit < hidden / 8) item.numbers[j] = load_eight(x + item.token * hidden + unit * 8);
   }
-  if (lane == 0) {
-    reinterpret_cast<longlong2*>(bucket + slot.source_at)[row] = make_longlong2(group.rank, token);
+  item.mask = way.mask[item.token];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int rank = lane + half * WARP;
+    item.place[half] = 0;
+    if (rank < ranks) {  // what is not wanted is read all the same: one wait less
+      item.place[half] = static_cast<int>(judgement.first[rank]) +
+                         way.base[item.token / CHUNK * ranks + rank] +
+                         way.ordinal[item.token * ranks + rank];
+    }
+  }
+  return item;
+}
+
+// Stores a segment, and with a token's first one its ids, weights and origin, on every rank that
+// wants it. Call with a whole warp.
+__device__ __forceinline__ void store_item(const Group& group, const Slot& slot, const Way& way,
+                                           const Item& item) {
+  const int lane = threadIdx.x % WARP;
+  const int hidden = static_cast<int>(group.hidden), top_k = static_cast<int>(group.top_k);
+  const bool is_first = item.begin < WARP;
+  int code[2] = {-1, -1};
+  float weight[2] = {};
+  if (is_first) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int k = lane + half * WARP;
+      if (k < top_k) {
+        code[half] = way.code[item.token * top_k + k];
+        weight[half] = way.weight[item.token * top_k + k];
+      }
+    }
+  }
+#if FP8
+  const int blocks = (hidden + FP8_BLOCK - 1) / FP8_BLOCK;
+  Wire wire[UNITS];
+  float scale[UNITS];
+#pragma unroll
+  for (int j = 0; j < UNITS; ++j) wire[j] = quantize(item.numbers[j], scale[j]);
+#endif
+  for (u64 left = item.mask; left; left &= left - 1) {
+    const int rank = __ffsll(left) - 1;
+    const int place = rank < WARP ? item.place[0] : item.place[1];
+    const i64 row = __shfl_sync(ALL_LANES, place, rank % WARP);
+    unsigned char* bucket = slot.bucket[rank];
+#pragma unroll
+    for (int j = 0; j < UNITS; ++j) {
+      const int unit = item.begin + j * WARP;
+      if (unit < hidden / 8) {
+#if FP8
+        __stcs(reinterpret_cast<uint2*>(bucket + row * hidden + unit * 8), wire[j]);
+        if (unit % BLOCK_LANES == 0) {
+          reinterpret_cast<float*>(bucket + slot.scale_at)[row * blocks + unit / BLOCK_LANES] =
+              scale[j];
+        }
+#else
+        store_eight(reinterpret_cast<ELEM*>(bucket) + row * hidden + unit * 8, item.numbers[j]);
+#endif
+      }
+    }
+    if (!is_first) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int k = lane + half * WARP;
+      if (k < top_k) {
+        const bool lives_there = code[half] >= 0 && code[half] >> CODE_BITS == rank;
+        reinterpret_cast<i64*>(bucket + slot.ids_at)[row * top_k + k] =
+            lives_there ? code[half] & ((1 << CODE_BITS) - 1) : -1;
+        reinterpret_cast<float*>(bucket + slot.weights_at)[row * top_k + k] =
+            lives_there ? weight[half] : 0.f;
+      }
+    }
+    if (lane == 0) {
+      reinterpret_cast<longlong2*>(bucket + slot.source_at)[row] =
+          make_longlong2(group.rank, item.token);
+    }
   }
 }
 
 __device__ void move_rows(const Group& group, const Slot& slot, const Way& way,
                           const ELEM* __restrict__ x, i64 num_tokens, const Judgement& judgement) {
-  const int lane = threadIdx.x % WARP;
-  const int ranks = static_cast<int>(group.ranks), hidden = static_cast<int>(group.hidden);
-  const int units = hidden / 8, segments = (units + SEGMENT - 1) / SEGMENT;
+  const int segments = (static_cast<int>(group.hidden) / 8 + SEGMENT - 1) / SEGMENT;
   const i64 items = num_tokens * segments;
   const i64 warps = static_cast<i64>(gridDim.x) * (blockDim.x / WARP);
-  i64 item = static_cast<i64>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-  for (; item < items; item += warps) {
-    const i64 token = item / segments;
-    const int segment = static_cast<int>(item % segments), begin = segment * SEGMENT + lane;
-    Eight<ELEM> numbers[UNITS] = {};
-#pragma unroll
-    for (int j = 0; j < UNITS; ++j) {
-      const int unit = begin + j * WARP;
-      if (unit < units) numbers[j] = load_eight(x + token * hidden + unit * 8);
-    }
-    u64 mask = way.mask[token];
-    // Each lane finds the place on the rank of its number, and on the one 32 above.
-    int place[2] = {0, 0};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int rank = lane + half * WARP;
-      if (rank < ranks && mask >> rank & 1) {
-        place[half] = static_cast<int>(judgement.first[rank]) +
-                      way.base[token / CHUNK * ranks + rank] + way.ordinal[token * ranks + rank];
-      }
-    }
-#if FP8
-    Wire wire[UNITS];
-    float scale[UNITS];
-#pragma unroll
-    for (int j = 0; j < UNITS; ++j) wire[j] = quantize(numbers[j], scale[j]);
-#endif
-    while (mask) {
-      const int rank = __ffsll(mask) - 1;
-      mask &= mask - 1;
-      const i64 row = __shfl_sync(ALL_LANES, rank < WARP ? place[0] : place[1], rank % WARP);
-#if FP8
-      unsigned char* to = slot.bucket[rank] + row * hidden;
-      const int blocks = (hidden + FP8_BLOCK - 1) / FP8_BLOCK;
-      float* scales = reinterpret_cast<float*>(slot.bucket[rank] + slot.scale_at) + row * blocks;
-#pragma unroll
-      for (int j = 0; j < UNITS; ++j) {
-        const int unit = begin + j * WARP;
-        if (unit < units) {
-          __stcs(reinterpret_cast<uint2*>(to + unit * 8), wire[j]);
-          if (unit % BLOCK_LANES == 0) scales[unit / BLOCK_LANES] = scale[j];
-        }
-      }
-#else
-      ELEM* to = reinterpret_cast<ELEM*>(slot.bucket[rank]) + row * hidden;
-#pragma unroll
-      for (int j = 0; j < UNITS; ++j) {
-        const int unit = begin + j * WARP;
-        if (unit < units) store_eight(to + unit * 8, numbers[j]);
-      }
-#endif
-      if (segment == 0) write_metadata(group, slot, way, token, rank, row);
-    }
+  i64 number = static_cast<i64>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+  if (number >= items) return;
+  Item item = load_item(group, way, x, number, segments, judgement);
+  while (true) {
+    number += warps;
+    if (number >= items) break;
+    const Item next = load_item(group, way, x, number, segments, judgement);
+    store_item(group, slot, way, item);
+    item = next;
   }
+  store_item(group, slot, way, item);
 }
 
-extern "C" __global__ void __launch_bounds__(384, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slot,
      const ELEM* __restrict__ x, void* memory, i64 num_tokens, i64 pair_limit, i64 poison) {
   const Group& group = *shared_group;

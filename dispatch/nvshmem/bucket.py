@@ -42,6 +42,7 @@ class SymmetricBucket(BucketMemory):
         self._state = torch.zeros(4 + num_local_experts, dtype=torch.int64, device=device)
         self.num_rows, self.num_pairs = self._state[2:3], self._state[3:4]
         self.rows_per_expert = self._state[4:]
+        self.results = torch.empty(0, wire.hidden, dtype=wire.dtype, device=device)
         if capacity == 0:
             self._view(torch.empty(0, dtype=torch.uint8, device=device), [])
 
@@ -53,6 +54,11 @@ class SymmetricBucket(BucketMemory):
     def y(self) -> Tensor:
         """[C, H] in the model's dtype."""
         return self.results
+
+    def results_as(self, dtype: torch.dtype, width: int) -> Tensor:
+        """[C, width] of the memory for results, in another dtype or of fewer columns."""
+        num_bytes = self.capacity * width * dtype.itemsize
+        return self._results[:num_bytes].view(dtype).view(self.capacity, width)
 
     def poison_results(self) -> None:
         """NaN in all results; other unused memory is filled by the kernel."""
@@ -70,6 +76,7 @@ class SymmetricBucket(BucketMemory):
         self.topk_idx = part(at.ids, wire.top_k, torch.int64)
         self.topk_weights = part(at.weights, wire.top_k, torch.float32)
         self.source = part(at.source, 2, torch.int64)
+        self._results = buffer[at.y :]
         self.results = part(at.y, wire.hidden, wire.dtype)
         words = [rows, at.scale, at.ids, at.weights, at.source, at.y]
         words += [self._state.data_ptr(), self.rows_per_expert.data_ptr()]

@@ -68,7 +68,7 @@ class Report(IntEnum):
     LATE = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BucketLayout:
     """Bytes of a bucket at which its parts begin; the payload comes first.
 
@@ -107,7 +107,16 @@ class BucketLayout:
         starts = [0]
         for size in sizes:
             starts.append(-(-(starts[-1] + capacity * size) // _ALIGN) * _ALIGN)
-        return cls(*starts[1:6], y_bytes, starts[6])
+        scale, ids, weights, source, y, end = starts[1:]
+        return cls(
+            scale=scale,
+            ids=ids,
+            weights=weights,
+            source=source,
+            y=y,
+            y_bytes=y_bytes,
+            num_bytes=end,
+        )
 
 
 def way_words(num_tokens: int, num_experts: int, ranks: int, top_k: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,8 @@ class Runtime:
         if host.rank == 0:
             self._bindings.get_uniqueid(unique_id.ptr)
             words[:16] = torch.frombuffer(bytearray(as_bytes.raw), dtype=torch.int64)
-        uuid = torch.cuda.get_device_properties(device).uuid
-        words[16] = int.from_bytes(uuid.bytes[:7], "little")
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        words[16] = int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "little")
         said = host.exchange(words)
         as_bytes.raw = said[0, :16].numpy().tobytes()
         self._sharers = int((said[:, 16] == words[16]).sum())

@@ -13,7 +13,7 @@ from crossdock.dispatch.buckets import BucketMemory
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.mover import Load, PackedMover
 from crossdock.dispatch.onesided.transport import OneSidedTransport, SharedMemory
-from crossdock.dispatch.routing import Routing
+from crossdock.dispatch.routing import Counts, Routing
 from crossdock.dispatch.transports.base import Work
 from crossdock.dispatch.wire import WireFormat
 
@@ -112,13 +112,14 @@ class OneSidedMover(PackedMover):
 
         return commit
 
-    def load(self, slot: int, x: Tensor, routing: Routing) -> Load:
+    def load(self, slot: int, x: Tensor, routing: Counts) -> Load:
         """Quantise if the wire does; rows are gathered when their places are known."""
         return Load(*self.wire.encode(x))
 
     def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
         """Gather each destination's rows straight into its bucket, and announce them."""
         rank, plan, routing = self.transport.rank, handle.plan, handle.routing
+        assert isinstance(routing, Routing)
         first = plan.first[rank].tolist()
         counts = plan.send_rows(rank)
         # Where every rank gets every row, one set of ids and weights serves them all.
@@ -157,7 +158,8 @@ class OneSidedMover(PackedMover):
         """Sum results where they lie; the agreement has said that they are there."""
         if load.rows.dtype != self.wire.dtype:
             return super().send_back(load, handle, out)
-        rank, plan = self.transport.rank, handle.plan
+        rank, plan, routing = self.transport.rank, handle.plan, handle.routing
+        assert isinstance(routing, Routing)
         first, counts = plan.first[rank].tolist(), plan.send_rows(rank)
         parts = []
         for peer, count in enumerate(counts):
@@ -166,7 +168,7 @@ class OneSidedMover(PackedMover):
                 parts.append(y[first[peer] : first[peer] + count])
             else:
                 parts.append(load.rows[:0])
-        ordered_sum(parts, torch.split(handle.routing.tokens, counts), out)
+        ordered_sum(parts, torch.split(routing.tokens, counts), out)
         return _nothing
 
     def release(self) -> None:

@@ -39,6 +39,7 @@ class Transport(ABC):
 
     Attributes:
         name: As ``connect`` knows it.
+        hidden_multiple: What H has to be a multiple of.
         rank: This EP rank.
         world_size: R.
         device: Where rows live.
@@ -49,12 +50,15 @@ class Transport(ABC):
     """
 
     name: str
+    hidden_multiple = 1
 
     def __init__(
         self, rank: int, world_size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.timeout_s = timeout_s
         self.bytes_to = [0] * world_size

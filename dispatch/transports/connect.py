@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from crossdock.dispatch.transports.base import DEFAULT_TIMEOUT_S, Transport
+from crossdock.dispatch.transports.hierarchical import (
+    HierarchicalTransport,
+    find_nodes,
+    node_blocks,
+)
 from crossdock.dispatch.transports.mpi import MpiTransport
+from crossdock.dispatch.transports.mpi_library import load_mpi
+from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.dispatch.transports.process_group import ProcessGroupTransport
 from crossdock.dispatch.transports.shm import ShmTransport
-from crossdock.scratch.errors import ConfigError
+from crossdock.scratch.errors import ConfigError, TransportUnavailable
 
 __all__ = ["TRANSPORTS", "connect"]
 
-TRANSPORTS = ("auto", "gloo", "nccl", "mpi", "shm")
+logger = logging.getLogger(__name__)
+
+TRANSPORTS = ("auto", "gloo", "nccl", "mpi", "shm", "nvshmem", "hierarchical")
 
 
 def connect(
@@ -24,19 +35,29 @@ def connect(
     group: Any = None,
     device: str | torch.device | None = None,
     *,
+    inner: str = "auto",
+    outer: str = "auto",
+    ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transport:
     """Join this rank to the others. Collective.
 
     Args:
         name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), ``"mpi"`` (either), ``"shm"`` (CPU, one node), or
-            ``"auto"``: NCCL where this rank's device is a GPU, gloo elsewhere.
+            ``"nvshmem"`` (CUDA, GPUs that reach each other's memory), ``"hierarchical"`` (two of
+            them: each token once to every node), or ``"auto"``: NCCL where this rank's device is
+            a GPU, gloo elsewhere; hierarchical where ranks are on several hosts, as many on each.
         group: Ranks that form the EP group. A torch process group; by default the default group,
             which is made from the launcher's environment if nobody has. For ``"mpi"``, and for
-            ``"shm"`` if it shall do without torch's process groups: an mpi4py communicator, for
-            ``"mpi"`` by default COMM_WORLD.
-        device: Where rows live. By default this rank's GPU (LOCAL_RANK) for NCCL, and for
-            ``"auto"`` where there is one; else the CPU.
+            ``"shm"`` and ``"nvshmem"`` if they shall do without torch's process groups: an mpi4py
+            communicator, for ``"mpi"`` by default COMM_WORLD.
+        device: Where rows live. By default this rank's GPU (LOCAL_RANK) for NCCL and NVSHMEM, and
+            for ``"auto"`` where there is one; else the CPU.
+        inner: For ``"hierarchical"``, the transport within a node. ``"auto"``: NCCL on GPUs,
+            shared memory on CPUs, or gloo where that cannot be had.
+        outer: For ``"hierarchical"``, the one across nodes: ``"gloo"``, ``"nccl"`` or ``"mpi"``.
+            ``"auto"``: NCCL on GPUs, else gloo, or MPI for a communicator of mpi4py.
+        ranks_per_node: For ``"hierarchical"``, ranks of a node; by default those of a host.
         timeout_s: Seconds after which a rank that does not answer is a RankTimeout.
 
     Raises:
@@ -46,27 +67,164 @@ def connect(
     if name not in TRANSPORTS:
         raise ConfigError(f"transport {name!r}: one of {', '.join(TRANSPORTS)}")
     if device is None:
-        on_gpu = name == "nccl" or (name == "auto" and torch.cuda.is_available())
+        on_gpu = name in ("nccl", "nvshmem") or (name == "auto" and torch.cuda.is_available())
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
     device = torch.device(device)
+    is_torch = group is None or isinstance(group, dist.ProcessGroup)
+    if name in ("gloo", "nccl") and not is_torch:
+        raise ConfigError(f"{name} takes a torch process group; group is {type(group).__name__}")
+    if name == "mpi" and group is not None and is_torch:
+        raise ConfigError("mpi takes an mpi4py communicator; group is a torch process group")
+    join = _Join(
+        group=group if is_torch else None,
+        comm=None if is_torch else group,
+        device=device,
+        timeout_s=timeout_s,
+    )
+    if name == "hierarchical":
+        return _connect_levels(join, inner, outer, ranks_per_node)
     if name == "auto":
-        name = "nccl" if device.type == "cuda" else "gloo"
-    if name == "mpi":
-        return MpiTransport(group, device=device, timeout_s=timeout_s)
-    if name == "shm":
-        return _connect_shm(group, device, timeout_s)
-    return ProcessGroupTransport(name, group=group, device=device, timeout_s=timeout_s)
+        return _connect_auto(join)
+    return join.over(name)
 
 
-def _connect_shm(group: Any, device: torch.device, timeout_s: float) -> Transport:
-    if device.type != "cpu":
-        raise ConfigError(f"shm joins ranks on CPUs; device is {device}: use nccl, or cpu")
-    meeting: Transport
-    if group is None or isinstance(group, dist.ProcessGroup):
-        meeting = ProcessGroupTransport("gloo", group=group, device=device, timeout_s=timeout_s)
-    else:
-        meeting = MpiTransport(group, device=device, timeout_s=timeout_s)
+@dataclass(frozen=True, kw_only=True)
+class _Join:
+    """What all transports of one call have in common.
+
+    Attributes:
+        group: torch's process group, None for the default group.
+        comm: mpi4py's communicator, through which ranks meet if it is given.
+        device: Where rows live.
+        timeout_s: Of every transport.
+    """
+
+    group: dist.ProcessGroup | None
+    comm: Any
+    device: torch.device
+    timeout_s: float
+
+    @property
+    def default(self) -> str:
+        """What joins all ranks where nothing was asked for."""
+        if self.device.type == "cuda":
+            return "nccl"
+        return "mpi" if self.comm is not None else "gloo"
+
+    def over(self, name: str, blocks: list[list[int]] | None = None) -> Transport:
+        """A transport over the group, or over the block of it that holds this rank."""
+        if name == "mpi":
+            return self._mpi(self.device, blocks)
+        if name == "shm":
+            return self._shm(blocks)
+        if name == "nvshmem":
+            return self._nvshmem(blocks)
+        return ProcessGroupTransport(
+            name, group=self.group, device=self.device, timeout_s=self.timeout_s, blocks=blocks
+        )
+
+    def _mpi(self, device: torch.device, blocks: list[list[int]] | None) -> MpiTransport:
+        comm = self.comm
+        if blocks is not None:
+            rank = comm.Get_rank()
+            comm = comm.Split(next(i for i, block in enumerate(blocks) if rank in block), rank)
+        return MpiTransport(comm, device=device, timeout_s=self.timeout_s)
+
+    def _meeting(self, blocks: list[list[int]] | None) -> Transport:
+        """A transport of CPUs, torch's or MPI's."""
+        cpu = torch.device("cpu")
+        if self.comm is not None:
+            return self._mpi(cpu, blocks)
+        return ProcessGroupTransport(
+            "gloo", group=self.group, device=cpu, timeout_s=self.timeout_s, blocks=blocks
+        )
+
+    def _shm(self, blocks: list[list[int]] | None) -> Transport:
+        if self.device.type != "cpu":
+            raise ConfigError(f"shm joins ranks on CPUs; device is {self.device}: use nccl, or cpu")
+        meeting = self._meeting(blocks)
+        try:
+            return ShmTransport(meeting, timeout_s=self.timeout_s)
+        finally:
+            meeting.close()
+
+    def _nvshmem(self, blocks: list[list[int]] | None) -> Transport:
+        if self.device.type != "cuda":
+            raise ConfigError(
+                f"nvshmem joins GPUs; device is {self.device}: use shm, gloo, or cuda"
+            )
+        if not torch.cuda.is_available():
+            raise TransportUnavailable(
+                "nvshmem needs a CUDA GPU, and torch sees none here: use gloo"
+            )
+        host = self._meeting(blocks)
+        try:
+            meeting, host = host, ShmTransport(host, timeout_s=self.timeout_s)
+            meeting.close()
+        except TransportUnavailable:  # ranks of several hosts
+            logger.info("records travel over %s", host.name)
+        return NvshmemTransport(host, self.device)
+
+
+def _connect_auto(join: _Join) -> Transport:
+    flat = join.over(join.default)
+    assert isinstance(flat, ProcessGroupTransport | MpiTransport)
+    nodes = find_nodes(flat)
+    if len(nodes) == 1 or len(nodes) == flat.world_size:
+        return flat
     try:
-        return ShmTransport(meeting, timeout_s=timeout_s)
-    finally:
-        meeting.close()
+        blocks = node_blocks(nodes, None)
+    except ConfigError as error:
+        logger.info("flat transport %s: %s", flat.name, error)
+        return flat
+    return _levels(join, flat, blocks, inner="auto", outer=join.default)
+
+
+def _connect_levels(
+    join: _Join, inner: str, outer: str, ranks_per_node: int | None
+) -> HierarchicalTransport:
+    if inner not in ("auto", "gloo", "nccl", "mpi", "shm", "nvshmem"):
+        raise ConfigError(f"inner = {inner!r}: auto, gloo, nccl, mpi, shm or nvshmem")
+    if outer not in ("auto", "gloo", "nccl", "mpi"):
+        raise ConfigError(f"outer = {outer!r}: auto, gloo, nccl or mpi")
+    outer = join.default if outer == "auto" else outer
+    if "mpi" in (inner, outer) and join.comm is None:
+        join = replace(join, comm=load_mpi().COMM_WORLD)
+    flat = join.over(outer)
+    assert isinstance(flat, ProcessGroupTransport | MpiTransport)
+    blocks = node_blocks(find_nodes(flat), ranks_per_node)
+    return _levels(join, flat, blocks, inner=inner, outer=outer)
+
+
+def _levels(
+    join: _Join,
+    flat: ProcessGroupTransport | MpiTransport,
+    blocks: list[list[int]],
+    *,
+    inner: str,
+    outer: str,
+) -> HierarchicalTransport:
+    """Both levels under a flat transport over all ranks; ``blocks`` are the nodes."""
+    within: Transport | None = None
+    if inner == "auto":
+        inner = join.default
+        if join.device.type == "cpu":
+            within = _shm_everywhere(join, flat, blocks)
+    if within is None:
+        within = join.over(inner, blocks)
+    across = join.over(outer, [list(ranks) for ranks in zip(*blocks, strict=True)])
+    return HierarchicalTransport(flat, within, across, timeout_s=join.timeout_s)
+
+
+def _shm_everywhere(join: _Join, flat: Transport, blocks: list[list[int]]) -> Transport | None:
+    """Shared memory within each node, if every node can have it."""
+    within = None
+    try:
+        within = join.over("shm", blocks)
+    except TransportUnavailable as error:
+        logger.info("no shared memory within the node: %s", error)
+    if bool((flat.exchange(torch.tensor([int(within is not None)])) == 1).all()):
+        return within
+    if within is not None:
+        within.close()
+    return None

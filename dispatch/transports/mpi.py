@@ -163,6 +163,13 @@ class MpiTransport(Transport):
         self._watch.publish(step)
         return late or self._watch.verdict() is not None or self._watch.has_dead()
 
+    def declare_lost(self, during: str) -> RankTimeout:
+        """Say who is missing, after a wait over other communicators of these ranks was in vain.
+
+        All ranks that are there come to this, or to the next exchange.
+        """
+        return self._lost(self._step + 1, during)
+
     def _lost(self, step: int, during: str) -> RankTimeout:
         missing = self._watch.find_missing(step, grace_of(self.timeout_s)) if self._watch else {}
         return self.break_with(missing, during)

@@ -36,6 +36,8 @@ class ProcessGroupTransport(Transport):
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
         group: Ranks to span; the default group, made from the launcher's environment if need be.
+        blocks: Parts of ``group``, by ranks in it: span the part that holds this rank. All ranks of
+            ``group`` give the same blocks at the same time.
         device: Where rows live: the CPU for gloo; for NCCL a CUDA device.
         timeout_s: Seconds after which a rank that does not answer is a RankTimeout.
 
@@ -51,18 +53,21 @@ class ProcessGroupTransport(Transport):
         group: dist.ProcessGroup | None,
         device: torch.device,
         timeout_s: float,
+        blocks: list[list[int]] | None = None,
     ) -> None:
         _require_backend(backend, device)
         limit = timedelta(seconds=timeout_s)
         if group is None and not dist.is_initialized():
             _init_from_environment(limit)
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        parts = [members] if blocks is None else [[members[r] for r in b] for b in blocks]
+        ranks = next(part for part in parts if dist.get_rank() in part)
         super().__init__(ranks.index(dist.get_rank()), len(ranks), device, timeout_s)
         self.name = backend
-        self._host = _new_group(ranks, "gloo", limit)
+        self._host = _new_group(parts, "gloo", limit)
         if backend == "nccl":
             torch.cuda.set_device(device)
-            self._rows = _new_group(ranks, "nccl", limit)
+            self._rows = _new_group(parts, "nccl", limit)
         else:
             self._rows = self._host
         self._step = 0
@@ -131,6 +136,13 @@ class ProcessGroupTransport(Transport):
             raise self._lost(self._step, during) from error
         assert work is not None
         return _Waiting(self, work, self._step, during)
+
+    def declare_lost(self, during: str) -> RankTimeout:
+        """Say who is missing, after a wait over other groups of these ranks was in vain.
+
+        All ranks that are there come to this, or to the next exchange.
+        """
+        return self._lost(self._step + 1, during)
 
     def _lost(self, step: int, during: str) -> RankTimeout:
         missing = self._watch.find_missing(step, grace_of(self.timeout_s))
@@ -212,12 +224,18 @@ def _destroy_default_group() -> None:
         dist.destroy_process_group()
 
 
-def _new_group(ranks: list[int], backend: str, limit: timedelta) -> dist.ProcessGroup:
-    # Ranks outside the group cannot be asked to take part. But then torch names the group by its
+def _new_group(parts: list[list[int]], backend: str, limit: timedelta) -> dist.ProcessGroup:
+    """This rank's of the groups that span the parts."""
+    # Ranks outside the parts cannot be asked to take part. But then torch names the group by its
     # ranks, and a second one would meet the keys of the first in the store; so only then.
-    some_ranks = len(ranks) < dist.get_world_size()
-    group = dist.new_group(
-        ranks, timeout=limit, backend=backend, use_local_synchronization=some_ranks
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    some_ranks = sum(map(len, parts)) < dist.get_world_size()
+    mine = None
+    for ranks in parts:
+        here = dist.get_rank() in ranks
+        if here or not some_ranks:
+            group = dist.new_group(
+                ranks, timeout=limit, backend=backend, use_local_synchronization=some_ranks
+            )
+            mine = group if here else mine
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

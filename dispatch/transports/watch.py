@@ -97,11 +97,14 @@ class Watch:
         self._rank = rank
         self._processes = processes
         self._reachable = True
+        self._beat = 0
         self._first_trouble: dict[int, str] = {}
 
     def publish(self, step: int) -> None:
-        """Say that this rank has come to ``step``."""
-        self._ask(lambda: self._store.set(str(self._rank), str(step)), None)
+        """Say that this rank waits in ``step``, again and again while it does."""
+        self._beat += 1
+        said = f"{step} {self._beat}"
+        self._ask(lambda: self._store.set(str(self._rank), said), None)
 
     def verdict(self) -> dict[int, str] | None:
         """Who is missing, if another rank has found out."""
@@ -128,17 +131,21 @@ class Watch:
             Rank -> what is known of it. Empty if all ranks are there (the network failed, then).
         """
         deadline = time.monotonic() + grace_s
-        found = self.look()
+        found, before = self.look(), {}
         if not found:
             self.publish(step)
+            before = self._said()
         while not found:
             known = self.verdict()
             if known is not None:
                 return known
+            if not self._reachable:
+                return self._beside_the_store()
             if time.monotonic() >= deadline:
-                found = dict.fromkeys(self._behind(step), "did not arrive")
+                found = dict.fromkeys(self._behind(step, before), "did not arrive")
                 break
             time.sleep(0.05)
+            self.publish(step)
             found = self.look()
         text = json.dumps(found)
         self._ask(lambda: self._store.compare_set(_VERDICT, "", text), None)
@@ -158,15 +165,35 @@ class Watch:
         states = ((rank, process.trouble()) for rank, process in enumerate(self._processes))
         return {rank: state for rank, state in states if state is not None}
 
-    def _behind(self, step: int) -> list[int]:
-        others = [r for r in range(len(self._processes)) if r != self._rank]
+    def _beside_the_store(self) -> dict[int, str]:
+        """The ranks of rank 0's host, where launchers put the store, if that is another host."""
+        first, here = self._processes[0].host, self._processes[self._rank].host
+        if first == here:
+            return {}
+        lost = [rank for rank, process in enumerate(self._processes) if process.host == first]
+        return dict.fromkeys(lost, "is out of reach (the store on its host does not answer)")
 
-        def read() -> list[int]:
-            present = [r for r in others if self._store.check([str(r)])]
-            there = {r for r in present if int(self._store.get(str(r))) >= step}
-            return [r for r in others if r not in there]
+    def _behind(self, step: int, before: dict[int, str]) -> list[int]:
+        """Ranks that did not come to ``step`` and do not wait elsewhere: no beat since ``before``.
 
-        return self._ask(read, [])
+        Ranks may wait one step apart, since a step can fail for some before others have left it.
+        """
+        now = self._said()
+        behind = [
+            rank
+            for rank in range(len(self._processes))
+            if rank != self._rank and int(now.get(rank, "-1").split()[0]) < step
+        ]
+        return [rank for rank in behind if now.get(rank) == before.get(rank)] or behind
+
+    def _said(self) -> dict[int, str]:
+        """What each rank published last, if anything."""
+
+        def read() -> dict[int, str]:
+            ranks = (r for r in range(len(self._processes)) if self._store.check([str(r)]))
+            return {rank: self._store.get(str(rank)).decode() for rank in ranks}
+
+        return self._ask(read, {})
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
         """Ask the store, but do not wait for one whose host is lost."""

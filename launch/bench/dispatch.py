@@ -64,7 +64,8 @@ def bench_dispatch(job: Job, transport: Transport, *, rounds: int = 20) -> dict[
             dtype=torch.uint8,
             device=device,
         )
-        received = torch.empty(rows.num_rows, sent.shape[1], dtype=torch.uint8, device=device)
+        shape = (handle.plan.received[transport.rank], sent.shape[1])
+        received = torch.empty(shape, dtype=torch.uint8, device=device)
         sent_copy, received_copy = torch.ones_like(sent), torch.ones_like(received)
         naive = NaiveDispatch(transport, job.placement)
 

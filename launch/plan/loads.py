@@ -16,7 +16,7 @@ from crossdock.dispatch import Partition, Topology
 from crossdock.launch.config import Job
 from crossdock.launch.routing import RoutingSource, TraceRouting, make_routing
 
-__all__ = ["MAX_DRAWN", "Loads", "count_loads"]
+__all__ = ["MAX_DRAWN", "Loads", "count_loads", "relayed"]
 
 MAX_DRAWN = 2**16
 """Distinct tokens drawn from a distribution; a run of more is planned as if they came again."""
@@ -33,6 +33,9 @@ class Loads:
         node_rows: int64 [R, N], the same once per node instead of once per rank.
         rows_received: int64 [S, R], rows that each rank receives in each step.
         rows_sent: int64 [S, R], rows that each rank sends in each step, its own included.
+        node_rows_sent: int64 [S, R], the same once per node.
+        rows_relayed: int64 [S, R], rows for which each rank needs room with two levels, between
+            other nodes and the ranks of its own.
         pairs: int64 [S, R], (row, local expert) pairs on each rank in each step.
         exact: The tokens are those of the run, not a sample.
     """
@@ -42,6 +45,8 @@ class Loads:
     node_rows: Tensor
     rows_received: Tensor
     rows_sent: Tensor
+    node_rows_sent: Tensor
+    rows_relayed: Tensor
     pairs: Tensor
     exact: bool
 
@@ -97,14 +102,17 @@ def count_loads(job: Job) -> Loads:
     bounds = torch.cat([torch.tensor([0]), tokens.cumsum(0)])
     rows = torch.zeros(topology.world_size, topology.world_size, dtype=torch.int64)
     node_rows = torch.zeros(topology.world_size, topology.nodes, dtype=torch.int64)
-    received, sent, pairs = [], [], []
+    received, sent, node_sent, relay, pairs = [], [], [], [], []
     for step in range(steps):
         step_bounds = bounds + step * total
         step_rows = to_ranks.between(step_bounds)
         rows += step_rows
-        node_rows += to_nodes.between(step_bounds)
+        step_node_rows = to_nodes.between(step_bounds)
+        node_rows += step_node_rows
         received.append(step_rows.sum(0))
         sent.append(step_rows.sum(1))
+        node_sent.append(step_node_rows.sum(1))
+        relay.append(relayed(step_rows, tokens, topology))
         pairs.append(to_experts.between(step_bounds[[0, -1]])[0])
     return Loads(
         tokens=tokens,
@@ -112,9 +120,29 @@ def count_loads(job: Job) -> Loads:
         node_rows=node_rows,
         rows_received=torch.stack(received),
         rows_sent=torch.stack(sent),
+        node_rows_sent=torch.stack(node_sent),
+        rows_relayed=torch.stack(relay),
         pairs=torch.stack(pairs),
         exact=exact,
     )
+
+
+def relayed(rows: Tensor, tokens: Tensor, topology: Topology) -> Tensor:
+    """Rows that each rank makes room for, when rows pass through it within its node.
+
+    Args:
+        rows: int64 [R, R], rows of one step from each rank to each.
+        tokens: int64 [R], tokens of each rank.
+        topology: Who shares a node.
+
+    Returns:
+        int64 [R]: rows that arrive from all nodes (a bound that all ranks know, as in
+        ``TwoLevelMover.needs``), and the largest part that is handed on at once.
+    """
+    nodes, size = topology.nodes, topology.ranks_per_node
+    handed_on = rows.reshape(nodes, size, nodes, size).sum(3)  # source node, local rank, node
+    arriving = torch.minimum(handed_on, tokens.view(nodes, size, 1))
+    return (arriving.sum(0) + handed_on.amax(0)).t().flatten()
 
 
 def _tokens_owned(job: Job, topology: Topology) -> Tensor:

@@ -24,6 +24,7 @@ class Memory:
         bucket: Received rows as they came, with their ids, weights and sources.
         y: Results of the received rows.
         staging: Rows on their way out, then results on their way home.
+        relay: With two levels, what passes through between other nodes and the ranks of its own.
         permute_scratch: Index of the pairs.
         workspace: Permuted rows and activations.
         gemm_outputs: What the grouped GEMMs return, where they cannot write to the workspace.
@@ -33,6 +34,7 @@ class Memory:
     bucket: int
     y: int
     staging: int
+    relay: int
     permute_scratch: int
     workspace: int
     gemm_outputs: int
@@ -73,6 +75,7 @@ class MemoryModel:
         bucket_rows: int,
         packed_rows: int,
         home_rows: int,
+        relayed_rows: int,
         pairs: int,
         num_local_experts: int,
     ) -> Memory:
@@ -82,6 +85,7 @@ class MemoryModel:
             bucket_rows: Capacity of the receive bucket.
             packed_rows: Most rows that it packs in a step.
             home_rows: Most results that come home in a step.
+            relayed_rows: Most rows that it needs room for on their way through it.
             pairs: Pairs that its experts hold.
             num_local_experts: Experts that it owns.
         """
@@ -92,6 +96,7 @@ class MemoryModel:
             bucket=bucket_rows * self._bucket_row,
             y=bucket_rows * self.result_bytes,
             staging=max(packed_rows * self.wire.row_bytes, home_rows * self.result_bytes),
+            relay=relayed_rows * self.wire.row_bytes,
             permute_scratch=4 * pairs + 8 * (num_local_experts + 1) + tile_counts,
             workspace=self._worker.workspace_bytes(pairs),
             gemm_outputs=0 if self._worker.gemm13.writes_out else pairs * widest_output,

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossdock.dispatch import Topology
 from crossdock.dispatch.buckets import next_power_of_two
 from crossdock.launch.config import Job
-from crossdock.launch.plan.loads import Loads, count_loads
+from crossdock.launch.plan.loads import Loads, count_loads, relayed
 from crossdock.launch.plan.memory import Memory, MemoryModel
 from crossdock.launch.plan.traffic import ALGORITHMS, Traffic, find_traffic
 
@@ -112,7 +113,8 @@ def make_plan(job: Job) -> Plan:
     """Plan a job: nothing is started and nothing of its size is allocated."""
     config, topology = job.config, job.topology
     loads, model = count_loads(job), MemoryModel(job)
-    received, packed, home = _moved(loads, gathers=config.dispatch.algorithm == "allgather")
+    algorithm = _algorithm(job)
+    received, packed, home, relay = _moved(loads, algorithm, topology)
     row_limit, pair_limit = _limits(job, received, loads.pairs)
     bucket = _next_powers_of_two(received.cummax(0).values)
     if config.dispatch.bucket != "grow":
@@ -129,26 +131,24 @@ def make_plan(job: Job) -> Plan:
         )
         for name in ALGORITHMS
     }
-    largest = torch.stack([bucket[-1], packed.amax(0), home.amax(0), scratch[-1]])
+    largest = [bucket[-1], packed.amax(0), home.amax(0), relay.amax(0), scratch[-1]]
     num_experts = torch.bincount(job.placement.owner, minlength=topology.world_size)
     memory = [
         model.of(
             bucket_rows=bucket_rows,
             packed_rows=packed_rows,
             home_rows=home_rows,
+            relayed_rows=relayed_rows,
             pairs=pairs,
             num_local_experts=experts,
         )
-        for bucket_rows, packed_rows, home_rows, pairs, experts in torch.cat(
-            [largest, num_experts.unsqueeze(0)]
-        )
-        .t()
-        .tolist()
+        for bucket_rows, packed_rows, home_rows, relayed_rows, pairs, experts in torch.stack(
+            [*largest, num_experts], dim=1
+        ).tolist()
     ]
-    two_level = config.dispatch.transport == "hierarchical"
     return Plan(
         job=job,
-        algorithm="two-level" if two_level else config.dispatch.algorithm,
+        algorithm=algorithm,
         loads=loads,
         rows_received=received,
         bucket_capacity=bucket,
@@ -161,13 +161,34 @@ def make_plan(job: Job) -> Plan:
     )
 
 
-def _moved(loads: Loads, *, gathers: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[S, R] rows that each rank receives, packs, and gets home as results."""
-    if not gathers:
-        return loads.rows_received, loads.rows_sent, loads.rows_sent
-    tokens = loads.tokens.expand_as(loads.rows_received)
+def _algorithm(job: Job) -> str:
+    """Which of ``ALGORITHMS`` the job's transport and algorithm come to."""
+    cluster, dispatch = job.config.cluster, job.config.dispatch
+    two_levels = dispatch.transport == "hierarchical" or (
+        dispatch.transport == "auto" and cluster.nodes > 1 and cluster.ranks_per_node > 1
+    )
+    if not two_levels:
+        return dispatch.algorithm
+    return "two-level" if dispatch.algorithm == "alltoall" else "two-level allgather"
+
+
+def _moved(
+    loads: Loads, algorithm: str, topology: Topology
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[S, R] rows that each rank receives, packs, gets home as results, and passes on."""
+    nowhere = torch.zeros_like(loads.rows_sent)
+    if algorithm == "alltoall":
+        return loads.rows_received, loads.rows_sent, loads.rows_sent, nowhere
+    if algorithm == "two-level":
+        sent = loads.node_rows_sent
+        return loads.rows_received, sent, sent, loads.rows_relayed
+    tokens = loads.tokens.expand_as(nowhere)
     received = tokens.sum(1, keepdim=True).expand_as(tokens)
-    return received, tokens, tokens * tokens.shape[1]
+    if algorithm == "allgather":
+        return received, tokens, tokens * topology.world_size, nowhere
+    sent = tokens * topology.nodes
+    rows = loads.tokens.unsqueeze(1).expand_as(loads.rows)
+    return received, sent, sent, relayed(rows, loads.tokens, topology).expand_as(nowhere)
 
 
 def _limits(job: Job, rows: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:

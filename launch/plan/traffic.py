@@ -1,11 +1,12 @@
 """Bytes between ranks and between nodes, for each way of moving rows, and their time.
 
-Three ways are compared for the same tokens:
+Ways that are compared for the same tokens:
 
     alltoall    a row for each rank that owns an expert of the token; results come back the same way
     allgather   a row for every rank; results come back from every rank
     two-level   a row for each *node* that owns one, to the rank of equal local index there, which
                 hands it to the owners; results are summed within the node and come back once
+    two-level allgather     every token to every node, and there to every rank
 
 Only bytes to other ranks count: rows with their metadata on the way out, results on the way home.
 """
@@ -24,7 +25,7 @@ from crossdock.launch.plan.loads import Loads
 
 __all__ = ["ALGORITHMS", "Traffic", "find_traffic"]
 
-ALGORITHMS = ("alltoall", "allgather", "two-level")
+ALGORITHMS = ("alltoall", "allgather", "two-level", "two-level allgather")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,23 +90,24 @@ def find_traffic(
 
 def _hops(algorithm: str, loads: Loads, topology: Topology, steps: int) -> Sequence[Tensor]:
     """[R, R] rows to other ranks of each hop on the way out; combine takes them backwards."""
-    if algorithm == "alltoall":
-        return [_to_others(loads.rows)]
-    if algorithm == "allgather":
-        everything = (loads.tokens * steps).unsqueeze(1).expand_as(loads.rows)
-        return [_to_others(everything)]
+    rows, node_rows = loads.rows, loads.node_rows
+    if algorithm.endswith("allgather"):
+        everything = (loads.tokens * steps).unsqueeze(1)
+        rows, node_rows = everything.expand_as(rows), everything.expand_as(node_rows)
+    if not algorithm.startswith("two-level"):
+        return [_to_others(rows)]
     nodes, size = topology.nodes, topology.ranks_per_node
     rank = torch.arange(topology.world_size)
-    crossing = loads.node_rows.clone()
+    crossing = node_rows.clone()
     crossing[rank, rank // size] = 0
     cross = torch.zeros(nodes * size, nodes, size, dtype=torch.int64)
     cross[rank, :, rank % size] = crossing
     # What a rank hands on within its node: rows of all ranks of its local index.
-    handed_on = loads.rows.view(nodes, size, nodes, size).sum(0)
+    handed_on = rows.reshape(nodes, size, nodes, size).sum(0)
     fan_out = torch.zeros(nodes, size, nodes, size, dtype=torch.int64)
     node = torch.arange(nodes)
     fan_out[node, :, node] = handed_on.transpose(0, 1)
-    return [cross.view_as(loads.rows), _to_others(fan_out.view_as(loads.rows))]
+    return [cross.view_as(rows), _to_others(fan_out.view_as(rows))]
 
 
 def _to_others(rows: Tensor) -> Tensor:

@@ -21,7 +21,6 @@
 #define BLOCK 3
 #define ROW 4
 
-constexpr int ITEMS = 4;
 constexpr int GROUP = 8;
 constexpr int SCALE_BLOCK = 128;
 constexpr float FP8_MAX = 448.0f;
@@ -123,7 +122,7 @@ __device__ __forceinline__ void round_group(const float (&value)[GROUP], float s
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 2)
 convert(const IN* __restrict__ from, i64 from_stride, const float* __restrict__ from_scale,
         i64 from_scale_stride, i64 num_from_scales, Element* __restrict__ to, i64 to_stride,
         float* __restrict__ to_scale, i64 to_scale_stride, i64 width,
@@ -132,11 +131,15 @@ convert(const IN* __restrict__ from, i64 from_stride, const float* __restrict__ 
   const int lane = threadIdx.x % WARP;
   start_dependents();
   if (row >= count_of(device_num_rows, num_rows)) return;
-  if (inverse != nullptr) {
-    bool any = false;
-    for (i64 k = lane; k < top_k; k += WARP) any |= inverse[row * top_k + k] >= 0;
-    if (!__any_sync(ALL_LANES, any)) return;
-  }
+  // Places of the first 32 columns of `inverse`, one a lane; more than that are rare.
+  auto place_of = [&](i64 k) -> int {
+    if (inverse == nullptr) return k == 0 ? static_cast<int>(row) : -1;
+    return k < top_k ? inverse[row * top_k + k] : -1;
+  };
+  const int place = place_of(lane);
+  bool any = place >= 0;
+  for (i64 k = lane + WARP; k < top_k; k += WARP) any |= place_of(k) >= 0;
+  if (!__any_sync(ALL_LANES, any)) return;
   from += row * from_stride;
   from_scale += row * from_scale_stride;
   const i64 round = static_cast<i64>(blockDim.x) * ITEMS * GROUP; // columns that a block holds
@@ -169,28 +172,34 @@ convert(const IN* __restrict__ from, i64 from_stride, const float* __restrict__ 
 
   for (i64 start = 0; start < width; start += round) {
     if (TARGET != ROW || round < width) read_round(start); // else they are in registers already
+    float scale[ITEMS];
+    Element rounded[ITEMS][GROUP];
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-      const i64 column = start + (j * static_cast<i64>(blockDim.x) + threadIdx.x) * GROUP;
-      float scale = row_scale;
+      scale[j] = row_scale;
 #if TARGET == BLOCK
-      float block_amax = largest(value[j]);
+      float amax = largest(value[j]);
       for (int step = SCALE_BLOCK / GROUP / 2; step > 0; step /= 2) {
-        block_amax = fmaxf(block_amax, __shfl_xor_sync(ALL_LANES, block_amax, step));
+        amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, step));
       }
-      scale = scale_of(block_amax);
+      scale[j] = scale_of(amax);
 #endif
-      if (column >= width) continue;
-      Element rounded[GROUP];
-      round_group(value[j], scale, rounded);
-      for (i64 k = 0; k < top_k; ++k) {
-        const i64 place = inverse != nullptr ? inverse[row * top_k + k] : row;
-        if (place < 0) continue;
-        store_group(to + place * to_stride, column, width, rounded);
-        if (TARGET == BLOCK && column % SCALE_BLOCK == 0) {
-          to_scale[place * to_scale_stride + column / SCALE_BLOCK] = scale;
+      round_group(value[j], scale[j], rounded[j]);
+    }
+    for (i64 k0 = 0; k0 < top_k; k0 += WARP) {
+      const int mine = k0 == 0 ? place : place_of(k0 + lane);
+      for (unsigned left = __ballot_sync(ALL_LANES, mine >= 0); left != 0; left &= left - 1) {
+        const i64 target = __shfl_sync(ALL_LANES, mine, __ffs(left) - 1);
+#pragma unroll
+        for (int j = 0; j < ITEMS; ++j) {
+          const i64 column = start + (j * static_cast<i64>(blockDim.x) + threadIdx.x) * GROUP;
+          if (column >= width) continue;
+          store_group(to + target * to_stride, column, width, rounded[j]);
+          if (TARGET == BLOCK && column % SCALE_BLOCK == 0) {
+            to_scale[target * to_scale_stride + column / SCALE_BLOCK] = scale[j];
+          }
+          if (TARGET == ROW && column == 0) to_scale[target * to_scale_stride] = scale[j];
         }
-        if (TARGET == ROW && column == 0) to_scale[place * to_scale_stride] = scale;
       }
     }
   }

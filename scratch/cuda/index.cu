@@ -3,9 +3,10 @@
 //   count_tiles   how many ids of each expert lie in each tile of consecutive slots (row * K + k)
 //   place_pairs   offsets; per tile, what lies before it; per id, its rank inside the tile
 //
-// A tile is a run of slots that one block owns, so ties keep slot order. Where all ids are one chunk
-// of one tile (decode), place_pairs needs no counts and runs alone. EXPERTS is the number of local
-// experts rounded up to a power of two from 32 to 1024.
+//   place_chunk   the same where all ids are one chunk (decode): one block, no counts, one launch
+//
+// A tile is a run of slots that one block owns, so ties keep slot order. EXPERTS is the number of
+// local experts rounded up to a power of two from 32 to 1024.
 #include "common.cuh"
 
 constexpr int THREADS = 512;
@@ -138,40 +139,39 @@ __device__ __forceinline__ void sum_over_experts(const int (&all)[EXPERTS], int 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
-            i64 num_experts, i64 num_pairs, i64 tile, const int* __restrict__ counts,
-            i64* __restrict__ offsets, int* __restrict__ inverse, int* __restrict__ source) {
-  __shared__ unsigned short in_warp[WARPS][EXPERTS]; // counts, then what lies in earlier warps
-  __shared__ int next[EXPERTS];                      // the next free pair of each expert
+// ONE_CHUNK: see place_chunk. It is a program of its own because at that size most of the time goes
+// into fetching instructions.
+template <bool ONE_CHUNK>
+__device__ __forceinline__ void place(const i64* __restrict__ topk_idx, i64 num_slots, i64 top_k,
+                                      i64 num_experts, i64 num_pairs, i64 tile,
+                                      const int* __restrict__ counts, i64* __restrict__ offsets,
+                                      int* __restrict__ inverse, int* __restrict__ source) {
+  alignas(16) __shared__ unsigned short in_warp[WARPS][EXPERTS]; // then: what lies in earlier warps
+  __shared__ int next[EXPERTS];                                  // the next free pair of an expert
   __shared__ int in_chunk[EXPERTS];
   __shared__ int all[EXPERTS];
   const int warp = threadIdx.x / WARP;
   const int lane = threadIdx.x % WARP;
-  start_dependents();
-
-  const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
-  const i64 begin = blockIdx.x * tile;
-  const i64 end = min(begin + tile, num_slots);
+  const i64 begin = ONE_CHUNK ? 0 : blockIdx.x * tile;
+  const i64 end = ONE_CHUNK ? num_slots : min(begin + tile, num_slots);
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] = all[e] = 0;
   int id[ITEMS], rank[ITEMS];
-  for (i64 chunk = begin; chunk < end || chunk == begin; chunk += CHUNK) {
+  for (i64 chunk = begin;; chunk += CHUNK) {
     const i64 first = chunk + warp * ITEMS * WARP;
-    for (int e = lane; e < EXPERTS; e += WARP) in_warp[warp][e] = 0;
+    uint4* mine = reinterpret_cast<uint4*>(in_warp[warp]);
+    for (int i = lane; i < EXPERTS / 8; i += WARP) mine[i] = {0, 0, 0, 0};
     __syncwarp();
     rank_in_warp(topk_idx, first, end, num_experts, in_warp[warp], lane, id, rank);
     __syncthreads();
     sum_over_warps(in_warp, in_chunk);
-    if (chunk == begin) {
-      if (counts != nullptr) { // up to here nothing came from count_tiles
-        await_predecessor();
-        sum_over_tiles(counts, all, next);
-        __syncthreads();
-        sum_over_experts(all, next, num_experts, num_pairs, offsets, lane, warp);
-      } else {
-        __syncthreads();
-        sum_over_experts(in_chunk, next, num_experts, num_pairs, offsets, lane, warp);
-      }
+    if (ONE_CHUNK) {
+      __syncthreads();
+      sum_over_experts(in_chunk, next, num_experts, num_pairs, offsets, lane, warp);
+    } else if (chunk == begin) { // up to here nothing came from count_tiles
+      await_predecessor();
+      sum_over_tiles(counts, all, next);
+      __syncthreads();
+      sum_over_experts(all, next, num_experts, num_pairs, offsets, lane, warp);
     }
     __syncthreads();
 #pragma unroll
@@ -186,8 +186,28 @@ place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 nu
       }
       inverse[slot] = pair;
     }
-    if (chunk + CHUNK >= end) break;
+    if (ONE_CHUNK || chunk + CHUNK >= end) break;
     __syncthreads();
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] += in_chunk[e];
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
+            i64 num_experts, i64 num_pairs, i64 tile, const int* __restrict__ counts,
+            i64* __restrict__ offsets, int* __restrict__ inverse, int* __restrict__ source) {
+  start_dependents();
+  const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
+  place<false>(topk_idx, num_slots, top_k, num_experts, num_pairs, tile, counts, offsets, inverse,
+               source);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+place_chunk(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
+            i64 num_experts, i64 num_pairs, i64* __restrict__ offsets, int* __restrict__ inverse,
+            int* __restrict__ source) {
+  start_dependents();
+  const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
+  place<true>(topk_idx, num_slots, top_k, num_experts, num_pairs, CHUNK, nullptr, offsets, inverse,
+              source);
 }

@@ -1,4 +1,7 @@
-"""Workers on a GPU, eager and in CUDA graphs. humming's tests are skipped where it is missing."""
+"""Workers on a GPU, eager and in CUDA graphs. humming's tests are skipped where it is missing.
+
+Each format of humming compiles for some ten seconds: two in the default run, all with ``-m slow``.
+"""
 
 import importlib.util
 
@@ -134,11 +137,11 @@ def dequantised_by_humming(weights):
     ("weight_format", "activations"),
     [
         ("fp8_block", "fp8_block"),
-        ("fp8_channel", "fp8_token"),
-        ("int4", "fp8_token"),
-        ("mxfp4", "fp8_token"),
+        pytest.param("fp8_channel", "fp8_token", marks=pytest.mark.slow),
+        pytest.param("int4", "fp8_token", marks=pytest.mark.slow),
+        pytest.param("mxfp4", "fp8_token", marks=pytest.mark.slow),
         ("mxfp4", "plain"),
-        ("nvfp4", "plain"),
+        pytest.param("nvfp4", "plain", marks=pytest.mark.slow),
     ],
 )
 def test_humming_worker(weight_format, activations):

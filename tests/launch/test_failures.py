@@ -72,6 +72,13 @@ def test_the_consequence_of_anothers_failure_is_not_said(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_an_error_of_several_ranks_is_said_by_the_first(tmp_path, capsys):
+    for rank in (2, 0, 1):
+        fail(tmp_path, TypeError("a bug"), rank)
+    assert capsys.readouterr().err.splitlines()[1:] == ["crossdock: rank 2: TypeError: a bug"]
+    assert len(read_notes(tmp_path)) == 3
+
+
 def test_a_config_error_is_said_once_on_a_host_with_status_2(tmp_path, capsys):
     notes = [fail(tmp_path, ConfigError("c.yaml:1: wrong"), rank) for rank in (1, 0)]
     assert [note.exit_code for note in notes] == [2, 2]

@@ -56,11 +56,10 @@ def _launcher_names_rank_2(text: str) -> bool:
     return any(sign in text.replace(" ", "") for sign in ("rank:2(local", "@1,2]", "rank2withPID"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_another_number_of_ranks_than_configured_is_said_once(launcher, small, tmp_path):
-    with start(launcher, 3, [str(small), "--errors-dir", str(tmp_path)]) as job:
+def test_another_number_of_ranks_than_configured_is_said_once(small, tmp_path):
+    with start("mpirun", 3, [str(small), "--errors-dir", str(tmp_path)]) as job:
         outcome = job.end(60)
-    assert outcome.status != 0
+    assert outcome.status == 2
     said = [line for line in outcome.err.splitlines() if line.startswith("crossdock: ")]
     assert len(said) == 1
     assert "started 3 ranks" in said[0]
@@ -77,9 +76,7 @@ def test_an_error_of_the_job_is_the_last_line(small, tmp_path):
     assert len(list(tmp_path.glob("*/rank-*.txt"))) >= 1
 
 
-@pytest.mark.parametrize(
-    "how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name
-)
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_ending_the_command_ends_its_ranks(how, small, tmp_path):
     with start("alone", 3, [str(small), *ENDLESS, "--errors-dir", str(tmp_path)]) as job:
         job.wait_for("step ")

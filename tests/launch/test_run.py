@@ -170,8 +170,9 @@ def test_nothing_grows_after_locking(small_job):
 
 
 def test_a_step_that_outgrows_locked_memory_is_an_error(small_job):
-    with pytest.raises(LockedError):
+    with pytest.raises(LockedError, match=r"step 1 outgrows .* run.lock_after = 0") as caught:
         run(small_job("run.lock_after=0"))
+    assert caught.value.agreed
 
 
 def test_the_last_line_says_whether_all_matched(small_job):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from crossdock.dispatch import Dispatcher, run_local
+from crossdock.dispatch import Dispatcher, connect, run_local
 from crossdock.dispatch.buckets import next_power_of_two
+from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.two_level import TwoLevelMover
 from crossdock.experts import ExpertWeights, make_experts
 from crossdock.launch.batch import make_batch
 from crossdock.launch.cli import app
@@ -35,6 +38,7 @@ name: small
 cluster: {nodes: 2, ranks_per_node: 2}
 parallel: {dp: 2, pcp: 2}
 moe: {num_experts: 6, top_k: 2, hidden: 16, intermediate: 8}
+dispatch: {transport: gloo}
 run:
   steps: 3
   batch: {prefill: [[7, 0], [5]], decode: [3, 0]}
@@ -105,6 +109,47 @@ def test_a_plan_equals_a_run(small, overrides):
             getattr(report, name) for name in (*COUNTED, *SENT)
         ]
         assert [plan["tokens_owned"]] * job.config.run.steps == report.tokens_owned
+
+
+@pytest.mark.parametrize("inner", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["dispatch.algorithm=allgather"],
+        ["dispatch.wire=fp8", "moe.num_experts=12", "moe.top_k=4", "run.steps=6"],
+        ["parallel={dp: 4, pcp: 1}", "run.batch={tokens_per_rank: [0, 9, 1, 30]}"],
+    ],
+    ids=" ".join,
+)
+def test_a_plan_equals_a_run_over_two_levels(small, pools, inner, overrides):
+    overrides = [*overrides, "dispatch.transport=hierarchical"]
+    planned = make_plan(load_job(small, overrides)).as_json()["ranks"]
+    reports = pools.get(4, "gloo").run(run_over_two_levels, small, overrides, inner)
+    for plan, (report, relay) in zip(planned, reports, strict=True):
+        assert [plan[name] for name in (*COUNTED, *SENT)] == [
+            getattr(report, name) for name in (*COUNTED, *SENT)
+        ]
+        assert plan["memory"]["relay"] == relay
+
+
+def run_over_two_levels(
+    pooled: Transport, path: Path, overrides: list[str], inner: str
+) -> tuple[RankReport, int]:
+    """In a rank's process: the report, and the bytes taken for rows that pass through."""
+    job, taken = load_job(path, overrides), []
+    reserve = TwoLevelMover.reserve
+
+    def noted(mover: TwoLevelMover, slot: int, rows: int) -> None:
+        taken.append(rows * mover.wire.row_bytes)
+        reserve(mover, slot, rows)
+
+    transport = connect("hierarchical", inner=inner, ranks_per_node=2)
+    try:
+        with patch.object(TwoLevelMover, "reserve", noted):
+            return run_layer(job, transport, check=False), max(taken, default=0)
+    finally:
+        transport.close()
 
 
 def test_a_plan_equals_a_run_that_uses_its_trace_up(tmp_path):
@@ -227,6 +272,21 @@ def test_a_fixed_bucket_that_is_too_small_is_foreseen(small):
     refusal = make_plan(load_job(small, ["dispatch.bucket=1"])).refusal
     assert refusal is not None
     assert (refusal.step, refusal.what, refusal.capacity) == (1, "rows", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "algorithm"),
+    [
+        ([], "alltoall"),
+        (["dispatch.transport=auto"], "two-level"),
+        (["dispatch.transport=hierarchical"], "two-level"),
+        (["dispatch={transport: auto, algorithm: allgather}"], "two-level allgather"),
+        (["dispatch.transport=auto", "cluster={nodes: 4, ranks_per_node: 1}"], "alltoall"),
+        (["dispatch.transport=auto", "cluster={nodes: 1, ranks_per_node: 4}"], "alltoall"),
+    ],
+)
+def test_the_plan_takes_the_way_that_the_job_would(small, settings, algorithm):
+    assert make_plan(load_job(small, settings)).algorithm == algorithm
 
 
 def test_times_follow_from_the_busiest_rank(small):

@@ -13,7 +13,7 @@ from crossdock.scratch.permute_cuda import SOURCES
 ARCHS = ["sm_80", "sm_90", "sm_100"]
 BF16 = "__nv_bfloat16"
 SUM = {"IN": BF16, "OUT": BF16, "ELEMENTS": 8}
-CONVERT = {"IN": BF16, "OUT": BF16, "IN_ALIGNED": 1, "OUT_ALIGNED": 1}
+CONVERT = {"IN": BF16, "OUT": BF16, "IN_ALIGNED": 1, "OUT_ALIGNED": 1, "ITEMS": 2}
 FROM_FP8 = {**CONVERT, "IN": "unsigned char", "SOURCE": "SCALED"}
 VARIANTS = [
     ("copy", {}),

@@ -268,6 +268,7 @@ def test_a_rank_that_comes_back_too_late_is_named_and_raises_too():
             lost.check_loss(rank.receive(lost.TIMEOUT_S + 10), (1,), gone_at)
         late = alone[1].receive(2 * lost.TIMEOUT_S + 10)
         assert isinstance(late.error, errors.RankTimeout)
+        lost.check_exit(alone)
 
 
 def close_early(transport: Transport, case: Case) -> Attempt:

@@ -1,0 +1,345 @@
+"""A dispatcher's steps over NVSHMEM, as launches on the current stream.
+
+route       ids and weights checked, counts, every row's place       (eager: counts to the host)
+rows        records exchanged, each row written once where it stays  (same kernel in a graph)
+arrive      wait for everybody's rows
+ready       this rank's results may be read
+combine     results read where they lie, summed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.agreement import Problem, ProblemKind
+from crossdock.dispatch.algorithms.allgather import AllGather
+from crossdock.dispatch.algorithms.base import Algorithm
+from crossdock.dispatch.buckets import BucketMemory
+from crossdock.dispatch.config import DispatchConfig
+from crossdock.dispatch.handle import Handle
+from crossdock.dispatch.mover import Load, Mover
+from crossdock.dispatch.nvshmem.bucket import SymmetricBucket
+from crossdock.dispatch.nvshmem.launch import Kernels
+from crossdock.dispatch.nvshmem.layout import (
+    MAX_RANKS,
+    Kind,
+    Report,
+    State,
+    control_words,
+    expert_codes,
+    experts_by_rank,
+    state_words,
+    way_words,
+)
+from crossdock.dispatch.nvshmem.runtime import Symmetric
+from crossdock.dispatch.routing import Counts, find_problem
+from crossdock.dispatch.rows import ReceivedRows
+from crossdock.dispatch.transports.base import Work
+from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+from crossdock.dispatch.wire import WireFormat
+
+__all__ = ["NvshmemMover"]
+
+_CONTROL_AT = 13  # word of the kernels' ``Group`` at which addresses begin
+_ALIGN = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _DeviceRouting(Counts):
+    """A step's routing on the device.
+
+    Attributes:
+        way: int64, the kernels' ``Way``.
+    """
+
+    way: Tensor
+
+
+class NvshmemMover(Mover):
+    """Over GPUs that reach each other's memory; see ``docs/nvshmem-protocol.md``."""
+
+    connects = True
+    symmetric = True
+    transport: NvshmemTransport
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        wire: WireFormat,
+        num_slots: int,
+        transport: NvshmemTransport,
+        config: DispatchConfig,
+    ) -> None:
+        super().__init__(algorithm, wire, num_slots)
+        self.transport = transport
+        self._num_experts = config.num_experts
+        self._debug = config.debug
+        self._everywhere = isinstance(algorithm, AllGather)
+        placement, device, ranks = algorithm.placement, transport.device, transport.world_size
+        self._num_local = placement.num_local_experts(transport.rank)
+        experts = experts_by_rank(placement)
+        self._control_bytes = 8 * control_words(ranks, experts.shape[1])
+        self._control: Symmetric | None = None
+        self._state = torch.zeros(
+            state_words(ranks, config.num_experts), dtype=torch.int64, device=device
+        )
+        self._state[State.WORST] = -1
+        self._code = expert_codes(placement).to(device)
+        self._expert_at = experts.to(device)
+        self._summary = pinned_words(1 + 2 * ranks)
+        self._report = pinned_words(Report.LATE + ranks)
+        self._order = transport.watch(self, self._report[Report.LATE :])
+        self._num_discards = 0
+        words = [transport.rank, ranks, wire.top_k, wire.hidden, config.num_experts]
+        words += [self._num_local, experts.shape[1], round(transport.timeout_s * 1e9)]
+        tensors = (self._state, self._code, self._expert_at, self._summary, self._report)
+        words += [tensor.data_ptr() for tensor in tensors]
+        self._group = torch.tensor(words + [0] * MAX_RANKS, dtype=torch.int64, device=device)
+        self._kernels = Kernels(wire, device, config.num_sms, self._group)
+        self._counted = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._in_use: dict[int, SymmetricBucket] = {}
+        self._outgrown: list[SymmetricBucket] = []  # whose addresses graphs hold
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def allocate(self, capacity: int) -> BucketMemory:
+        """Describe a bucket and see that there is room; :meth:`connect` takes it."""
+        bucket = SymmetricBucket(capacity, self.wire, self.transport.device, self._num_local)
+        if capacity:
+            need = bucket.layout.num_bytes + (0 if self._control else self._control_bytes)
+            self.transport.runtime.require_room(need)
+        return bucket
+
+    def connect(self, memories: Sequence[tuple[int, BucketMemory]]) -> Callable[[], None]:
+        """Take the memory on all ranks; what is replaced is given back when they all have."""
+        runtime = self.transport.runtime
+        torch.cuda.synchronize(self.transport.device)  # nobody uses what is given back
+        self.transport.collect_garbage()
+        if self._control is None:
+            self._control = runtime.allocate(self._control_bytes)
+            self._control.buffer.zero_()
+            addresses = torch.tensor(self._control.addresses, dtype=torch.int64)
+            ranks = slice(_CONTROL_AT, _CONTROL_AT + len(addresses))
+            self._group[ranks] = addresses.to(self._group.device)
+            # Zeros must be there before anybody signals, which all do after the next agreement.
+            torch.cuda.synchronize(self.transport.device)
+        buckets = []
+        for slot, bucket in memories:
+            assert isinstance(bucket, SymmetricBucket)
+            buckets.append((slot, bucket))
+            if bucket.memory is None and bucket.capacity:
+                bucket.take(runtime.allocate(bucket.layout.num_bytes))
+
+        def commit() -> None:
+            for slot, bucket in buckets:
+                old = self._in_use.get(slot)
+                self._in_use[slot] = bucket
+                if old is None or old is bucket:
+                    continue
+                if old.captured:
+                    self._outgrown.append(old)
+                elif old.memory is not None:
+                    runtime.free(old.memory)
+
+        return commit
+
+    def release_captured(self) -> None:
+        """Let go of outgrown buckets that graphs held."""
+        self._discard([b.memory for b in self._outgrown])
+        self._outgrown.clear()
+
+    def release(self) -> None:
+        """Let go of everything; memory returns when all ranks have come to that."""
+        self.release_captured()
+        self._discard([*(b.memory for b in self._in_use.values()), self._control])
+        self._in_use.clear()
+        self._control = None
+
+    def _discard(self, memories: Sequence[Symmetric | None]) -> None:
+        key = (self._order << 32) + self._num_discards
+        self._num_discards += 1
+        self.transport.discard(key, [memory for memory in memories if memory is not None])
+
+    # ---- dispatch ------------------------------------------------------------------------------
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
+        """Check and count on the device; counts come to the host unless a graph is recorded."""
+        ranks, device = self.transport.world_size, self.transport.device
+        num_tokens, top_k = topk_idx.shape
+        words = way_words(num_tokens, self._num_experts, ranks, top_k)
+        way = torch.empty(words, dtype=torch.int64, device=device)
+        with self.transport.in_order():
+            self._kernels.route(
+                topk_idx.contiguous(), topk_weights.contiguous(), way, everywhere=self._everywhere
+            )
+            if self.is_capturing():
+                unknown = torch.full((ranks,), -1)
+                return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
+            self._counted.record()
+        self._counted.synchronize()
+        if self._summary[0] != Kind.FINE:
+            return find_problem(topk_idx, topk_weights, self._num_experts), None
+        counts = self._summary.clone()
+        return None, _DeviceRouting(rows=counts[1 : 1 + ranks], pairs=counts[1 + ranks :], way=way)
+
+    def load(self, slot: int, x: Tensor, routing: Counts) -> Load:
+        """Tokens as the kernel reads them: contiguous, at a multiple of 16 bytes."""
+        x = x.contiguous()
+        return Load(x if x.data_ptr() % _ALIGN == 0 else x.clone())
+
+    def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
+        """Exchange records and write rows; needs no answer from the host."""
+        bucket, way = _bucket(memory), _way(handle)
+        bucket.captured |= self.is_capturing()
+        for peer, rows in enumerate(handle.plan.send_rows(self.transport.rank)):
+            self.transport.bytes_to[peer] += max(rows, 0) * self.wire.row_bytes
+        with self.transport.in_order():
+            self._kernels.rows(bucket.table, load.rows, way, self.pair_limit, poison=self._debug)
+        return _Arrival(self, bucket)
+
+    def await_rows(self, bucket: SymmetricBucket) -> None:
+        """Wait for everybody's rows, in stream order."""
+        with self.transport.in_order():
+            self._kernels.arrive(bucket.table)
+
+    def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
+        """Everything lies where it is read; under capture only the device knows how many rows."""
+        bucket = _bucket(memory)
+        if handle.plan.total == 0:  # no kernel ran
+            bucket.topk_idx.fill_(-1)
+            bucket.rows_per_expert.zero_()
+        if debug:
+            bucket.poison_results()
+        rank, captured = self.transport.rank, handle.captured
+        return ReceivedRows(
+            x=bucket.x,
+            scale=bucket.scale,
+            topk_idx=bucket.topk_idx,
+            topk_weights=bucket.topk_weights,
+            num_rows=bucket.num_rows if captured else handle.plan.received[rank],
+            rows_per_expert=bucket.rows_per_expert,
+            num_pairs=bucket.num_pairs if captured else handle.pairs[rank],
+            source=bucket.source,
+            dtype=self.wire.dtype,
+            take_y=bucket.y,
+        )
+
+    # ---- combine -------------------------------------------------------------------------------
+
+    def load_back(self, slot: int, y: Tensor, handle: Handle, memory: BucketMemory) -> Load:
+        """Nothing can fail here."""
+        return Load(y)
+
+    def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
+        """Announce results; the wait for everybody's, and the sum, come with the caller's wait."""
+        y = load.rows
+        assert handle.slot is not None
+        bucket, way = self._in_use[handle.slot], _way(handle)
+        target = out if _is_aligned(out) else out.new_empty(out.shape)
+        if y.shape[1] * y.dtype.itemsize > bucket.layout.y_bytes:
+            return lambda: self._combine_in_parts(y, bucket, way, target, out)
+        with self.transport.in_order():
+            place = bucket.results_as(y.dtype, y.shape[1])
+            if y.data_ptr() != place.data_ptr() or not y.is_contiguous():
+                num_rows = bucket.capacity
+                if not handle.captured:
+                    num_rows = handle.plan.received[self.transport.rank]
+                place[:num_rows].copy_(y[:num_rows])
+            self._kernels.ready()
+
+        def finish() -> None:
+            with self.transport.in_order():
+                self._kernels.combine(bucket.table, way, y.dtype, target)
+                if target is not out:
+                    out.copy_(target)
+
+        return finish
+
+    def _combine_in_parts(
+        self, y: Tensor, bucket: SymmetricBucket, way: Tensor, target: Tensor, out: Tensor
+    ) -> None:
+        """Results of a wider dtype than the slot has room for: some columns at a time."""
+        hidden = y.shape[1]
+        width = bucket.layout.y_bytes // y.dtype.itemsize // 8 * 8
+        with self.transport.in_order():
+            for first in range(0, hidden, width):
+                part = y[:, first : first + width]
+                bucket.results_as(y.dtype, part.shape[1]).copy_(part)
+                self._kernels.ready()
+                self._kernels.combine(bucket.table, way, y.dtype, target[:, first : first + width])
+                # All have read these columns before the next ones are written.
+                self._kernels.ready()
+                self._kernels.meet()
+            if target is not out:
+                out.copy_(target)
+
+    # ---- what a graph could not say ------------------------------------------------------------
+
+    def find_refusal(self) -> Problem | None:
+        """Wait for the device; why it refused a step, if this rank is to blame."""
+        torch.cuda.synchronize(self.transport.device)
+        self.transport.require_working()
+        what, rank, first, second, third = self._report[: Report.THIRD + 1].tolist()
+        self._report[Report.WHAT] = Kind.FINE
+        if rank != self.transport.rank or what == Kind.FINE:
+            return None
+        return _problem_of(Kind(what), first, second, third, self._num_experts)
+
+
+class _Arrival:
+    """Rows that other ranks write to this rank's bucket."""
+
+    def __init__(self, mover: NvshmemMover, bucket: SymmetricBucket) -> None:
+        self._mover, self._bucket = mover, bucket
+
+    def wait(self) -> None:
+        self._mover.await_rows(self._bucket)
+
+
+def pinned_words(count: int) -> Tensor:
+    """Zeros int64 [count] on the host, which kernels write to."""
+    return torch.zeros(count, dtype=torch.int64, pin_memory=True)
+
+
+def _bucket(memory: BucketMemory) -> SymmetricBucket:
+    assert isinstance(memory, SymmetricBucket)
+    return memory
+
+
+def _way(handle: Handle) -> Tensor:
+    assert isinstance(handle.routing, _DeviceRouting)
+    return handle.routing.way
+
+
+def _is_aligned(out: Tensor) -> bool:
+    step = out.stride(0) * out.dtype.itemsize
+    return out.stride(1) == 1 and step % _ALIGN == 0 and out.data_ptr() % _ALIGN == 0
+
+
+def _problem_of(what: Kind, first: int, second: int, third: int, num_experts: int) -> Problem:
+    place = f"topk_idx[{first}, {second}]"
+    if what == Kind.OUTSIDE:
+        text = f"{place} = {third}: expert ids are 0 to {num_experts - 1}, or -1 for none"
+    elif what == Kind.REPEATED:
+        text = f"{place} names expert {third} a second time in its token"
+    elif what == Kind.NOT_FINITE:
+        value = torch.tensor(third, dtype=torch.int32).view(torch.float32)
+        text = f"topk_weights[{first}, {second}] = {float(value)}: weights must be finite"
+    else:
+        holder = "rows, its receive bucket holds"
+        if what == Kind.TOO_MANY_PAIRS:
+            holder = "pairs, its experts hold"
+        text = (
+            f"would have received {first} {holder} {second}; no row moved in that step, and its "
+            "results are NaN. unlock(), run a step of this size eagerly, lock() and capture again"
+        )
+        return Problem(ProblemKind.CAPACITY, text)
+    return Problem(ProblemKind.ROUTING, f"{text} (in a captured step)")

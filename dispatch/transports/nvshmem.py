@@ -1,0 +1,206 @@
+"""GPUs that reach each other's memory through NVSHMEM.
+
+Records travel between hosts, over a transport that is there already, so bad arguments and lost
+ranks are found as everywhere. Rows are moved by ``crossdock.dispatch.nvshmem.mover``.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.nvshmem.layout import MAX_RANKS
+from crossdock.dispatch.nvshmem.runtime import Runtime, Symmetric
+from crossdock.dispatch.transports.base import Done, Transport, Work
+from crossdock.scratch.errors import CapacityError, RankTimeout, TransportUnavailable
+
+__all__ = ["NvshmemTransport"]
+
+logger = logging.getLogger(__name__)
+
+_KEYS = 16  # discards that ranks tell each other of at a time
+
+
+class NvshmemTransport(Transport):
+    """Ranks whose GPUs write and read each other's memory.
+
+    Args:
+        host: A transport over the same ranks, for records; closed with this one.
+        device: This rank's GPU.
+
+    Raises:
+        TransportUnavailable: No NVSHMEM, too many ranks, or memory that cannot be reached.
+    """
+
+    name = "nvshmem"
+    hidden_multiple = 8
+
+    def __init__(self, host: Transport, device: torch.device) -> None:
+        super().__init__(host.rank, host.world_size, device, host.timeout_s)
+        if self.world_size > MAX_RANKS:
+            raise TransportUnavailable(
+                f"nvshmem joins at most {MAX_RANKS} ranks, not {self.world_size}: use nccl, or "
+                "hierarchical across nodes"
+            )
+        self._host = host
+        self.ledger = host.ledger
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)  # NVSHMEM joins the context that torch has made
+        self.runtime = Runtime(host, device)
+        self._reports: weakref.WeakKeyDictionary[object, Tensor] = weakref.WeakKeyDictionary()
+        self._num_owners = 0
+        self._discarded: dict[int, Sequence[Symmetric]] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._outbox: Symmetric | None = None
+
+    # ---- what every transport does -------------------------------------------------------------
+
+    def _exchange(self, record: Tensor) -> Tensor:
+        return self._host.exchange(record)
+
+    def _all_to_all(
+        self, send: Tensor, send_rows: list[int], recv: Tensor, recv_rows: list[int]
+    ) -> Work:
+        starts = [0]
+        for rows in send_rows[:-1]:
+            starts.append(starts[-1] + rows)
+        self._swap(send, starts, recv, recv_rows)
+        return Done()
+
+    def _all_gather(self, send: Tensor, recv: Tensor, rows: list[int]) -> Work:
+        self._swap(send, [0] * self.world_size, recv, rows)
+        return Done()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the limit of the host's exchanges too."""
+        super().set_timeout(timeout_s)
+        self._host.set_timeout(timeout_s)
+
+    def require_working(self) -> None:
+        """Raise what broke the transport, waits on the device that ended in vain included."""
+        if self.ledger.broken is None:
+            for late in self._reports.values():
+                if late.any():
+                    missing = dict.fromkeys(late.nonzero().flatten().tolist(), "did not arrive")
+                    raise self.break_with(missing, "a kernel")
+        super().require_working()
+
+    def close(self) -> None:
+        """Give back all memory and stop NVSHMEM, all ranks together; only leave if one is lost."""
+        if self.ledger.broken is None:
+            try:
+                torch.cuda.synchronize(self.device)
+                self.exchange(torch.zeros(1, dtype=torch.int64))
+                self.runtime.stop()
+            except RankTimeout:
+                # NVSHMEM's own end would wait for the lost rank.
+                logger.warning("closed without stopping NVSHMEM", exc_info=True)
+        self._host.close()
+
+    # ---- what movers ask -----------------------------------------------------------------------
+
+    def watch(self, owner: object, late: Tensor) -> int:
+        """Look at a kernels' report (pinned int64 [R], not 0 for a late rank) in every call.
+
+        Returns:
+            A number for the owner, equal on all ranks.
+        """
+        self._reports[owner] = late
+        self._num_owners += 1
+        return self._num_owners
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Launches of one transport follow each other, whatever streams they are on.
+
+        In a graph the caller's own forks and joins decide.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_event(self._last)
+        yield
+        self._last.record(stream)
+        self._stream = stream
+
+    def discard(self, key: int, memories: Sequence[Symmetric]) -> None:
+        """Free memory later, when all ranks have discarded theirs under the same key.
+
+        Ranks may come to it at different times: one may leave a dispatcher by an exception.
+        """
+        self._discarded[key] = memories
+
+    def collect_garbage(self) -> None:
+        """Free what all ranks have discarded. Collective."""
+        keys = sorted(self._discarded)[:_KEYS]
+        discarded = self.exchange(torch.tensor(keys + [-1] * (_KEYS - len(keys)))).tolist()
+        everywhere = set(discarded[0]).intersection(*discarded[1:]) - {-1}
+        for key in sorted(everywhere):
+            for memory in self._discarded.pop(key):
+                self.runtime.free(memory)
+
+    # ---- blocks of rows ------------------------------------------------------------------------
+
+    def _swap(self, send: Tensor, starts: list[int], recv: Tensor, recv_rows: list[int]) -> None:
+        """Put rows in this rank's outbox, and take from everybody's what is for this rank.
+
+        The host waits for the device at both ends: this is for what is not in a layer's way.
+
+        Args:
+            send: uint8 [n, row_bytes].
+            starts: [R] row of ``send`` at which the rows for each rank begin.
+            recv: uint8 [sum(recv_rows), row_bytes].
+            recv_rows: [R] rows from each rank.
+        """
+        from cuda.bindings import driver
+
+        said = self.exchange(torch.tensor([send.numel(), *starts])).tolist()
+        most = max(offer[0] for offer in said)
+        if most == 0:
+            return
+        outbox = self._outbox_for(most)
+        outbox.buffer[: send.numel()].copy_(send.view(-1))
+        self._meet()
+        stream = torch.cuda.current_stream(self.device)
+        row_bytes = send.shape[1]
+        for rank, part in enumerate(torch.split(recv, recv_rows)):
+            if len(part):
+                begin = outbox.addresses[rank] + said[rank][1 + self.rank] * row_bytes
+                (status,) = driver.cuMemcpyDtoDAsync(
+                    part.data_ptr(), begin, part.numel(), stream.cuda_stream
+                )
+                assert status == driver.CUresult.CUDA_SUCCESS
+        self._meet()
+
+    def _meet(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+        self.exchange(torch.zeros(1, dtype=torch.int64))
+
+    def _outbox_for(self, num_bytes: int) -> Symmetric:
+        """An outbox of at least that size on every rank. Collective."""
+        if self._outbox is not None and self._outbox.buffer.numel() >= num_bytes:
+            return self._outbox
+        size, trouble = 1 << (num_bytes - 1).bit_length(), ""
+        try:
+            self.runtime.require_room(size)
+        except MemoryError as error:
+            trouble = str(error)
+        poor = self.exchange(torch.tensor([int(bool(trouble))])).flatten().nonzero().flatten()
+        if len(poor):
+            raise CapacityError(
+                f"rank {int(poor[0])} has no symmetric memory for {size} bytes of rows to send"
+                + (f": {trouble}" if trouble else ""),
+                ranks=tuple(poor.tolist()),
+            )
+        if self._outbox is not None:
+            self.runtime.free(self._outbox)
+        self._outbox = self.runtime.allocate(size)
+        return self._outbox

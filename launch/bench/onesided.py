@@ -1,0 +1,384 @@
+"""Dispatch and combine over NVSHMEM, captured in graphs, beside kernels that only move the bytes.
+
+``python -m crossdock.launch.bench.onesided [JSON]`` on every rank; on one GPU by
+``crossdock.launch.rig``. Each time is the slowest rank's, median of the rounds; ranks start each
+round together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crossdock.dispatch import DispatchConfig, Dispatcher, Handle, ReceivedRows, connect
+from crossdock.dispatch.nvshmem.launch import SOURCES
+from crossdock.dispatch.nvshmem.mover import NvshmemMover
+from crossdock.dispatch.transports.base import Transport
+from crossdock.scratch.kernels import load_kernel
+
+__all__ = ["bench_onesided"]
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 30
+WARM_UP = 5
+HIDDEN, NUM_EXPERTS, TOP_K = 7168, 256, 8
+
+DEFINITIONS = {
+    "dispatch": "graph: checks, routing, agreement, rows, metadata, arrival",
+    "dispatch ceiling": "graph: a flag barrier, a kernel that reads each token once and writes as "
+    "many rows with plain 16-byte accesses, a flag barrier; all ranks together",
+    "combine": "graph: ready signals, sum of rows.y where it lies",
+    "combine ceiling": "as above, reading the rows and writing one a token",
+    "combine, foreign y": "the same with y in another tensor: one copy more",
+    "two barriers": "graph: two bare flag barriers",
+    "route, rows, arrive": "the dispatch's kernels, launched eagerly, between events",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Inputs:
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+
+
+def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, Any]:
+    """Measure everything. Collective.
+
+    Args:
+        transport: Of the name ``nvshmem``.
+        rounds: Rounds that count.
+
+    Returns:
+        JSON-able, times in us of the slowest rank.
+
+    Raises:
+        AssertionError: A step's results were wrong.
+    """
+    uniform = {
+        f"{wire}, {tokens} tokens": _measure_case(
+            transport, _uniform(transport, tokens, NUM_EXPERTS), NUM_EXPERTS, wire, rounds
+        )
+        for wire, tokens in (("payload", 4096), ("fp8", 4096), ("payload", 128), ("fp8", 128))
+    }
+    curve = {
+        str(tokens): _measure_case(
+            transport, _uniform(transport, tokens, NUM_EXPERTS), NUM_EXPERTS, "payload", rounds // 2
+        )
+        for tokens in (32, 256, 512, 1024, 2048, 8192)
+    }
+    traces = {
+        f"{name}, {wire}": _measure_case(
+            transport, _traced(transport, 4096, name), int(name[1:]), wire, rounds
+        )
+        for name in ("e64", "e256")
+        for wire in ("payload", "fp8")
+    }
+    return {
+        "subject": "onesided",
+        "world_size": transport.world_size,
+        "hidden": HIDDEN,
+        "top_k": TOP_K,
+        "rounds": rounds,
+        "device": torch.cuda.get_device_name(transport.device),
+        "sms": torch.cuda.get_device_properties(transport.device).multi_processor_count,
+        "uniform": uniform,
+        "curve": curve,
+        "traces": traces,
+        "eager": _measure_eager(transport),
+        "definitions": DEFINITIONS,
+    }
+
+
+def _uniform(transport: Transport, tokens: int, num_experts: int) -> _Inputs:
+    generator = torch.Generator(transport.device).manual_seed(transport.rank)
+    scores = torch.rand(tokens, num_experts, generator=generator, device=transport.device)
+    return _with_ids(transport, scores.argsort(1)[:, :TOP_K].contiguous())
+
+
+def _traced(transport: Transport, tokens: int, name: str) -> _Inputs:
+    from safetensors.torch import load_file
+
+    folder = Path(os.environ.get("CROSSDOCK_TRACES", "configs/traces"))
+    ids = load_file(folder / f"routing-{name}-k8.safetensors")["topk_idx"][0].long()
+    start = transport.rank * tokens % len(ids)
+    mine = torch.roll(ids, -start, 0)[:tokens]
+    return _with_ids(transport, mine.to(transport.device))
+
+
+def _with_ids(transport: Transport, ids: Tensor) -> _Inputs:
+    device = transport.device
+    return _Inputs(
+        x=torch.randn(len(ids), HIDDEN, device=device).bfloat16(),
+        topk_idx=ids,
+        topk_weights=torch.rand(len(ids), TOP_K, device=device),
+    )
+
+
+def _measure_case(
+    transport: Transport, inputs: _Inputs, num_experts: int, wire: str, rounds: int
+) -> dict[str, Any]:
+    config = DispatchConfig(num_experts=num_experts, top_k=TOP_K, hidden=HIDDEN, wire=wire)  # type: ignore[arg-type]
+    with Dispatcher(config, transport) as dispatcher:
+        rows, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+        received, capacity = handle.plan.received, rows.capacity
+        copies = sum(handle.plan.send_rows(transport.rank))
+        dispatcher.combine(rows.y, handle)
+        dispatcher.lock()
+        graphs = _Graphs(dispatcher, inputs)
+        if wire == "payload":
+            graphs.check()
+        mover = dispatcher._mover
+        assert isinstance(mover, NvshmemMover)
+        ceilings = _Ceilings(mover, dispatcher, inputs, copies)
+        candidates = {
+            "dispatch": graphs.dispatch.replay,
+            "combine": graphs.combine.replay,
+            "dispatch again": graphs.foreign_dispatch.replay,
+            "combine, foreign y": graphs.foreign_combine.replay,
+            "dispatch ceiling": ceilings.out.replay,
+            "combine ceiling": ceilings.back.replay,
+            "two barriers": ceilings.barriers.replay,
+        }
+        times = _measure(transport, candidates, rounds)
+        times |= _measure_parts(transport, mover, inputs, rounds)
+        dispatcher.check()
+    row_bytes = HIDDEN * 2
+    moved = transport.exchange(torch.tensor([len(inputs.x), copies])).sum(0).tolist()
+    out_bytes = HIDDEN * (1 if wire == "fp8" else 2)
+    gigabytes = (moved[0] * row_bytes + moved[1] * out_bytes) / 1e9
+    return {
+        "tokens": len(inputs.x),
+        "wire": wire,
+        "us": times,
+        "of ceiling": {
+            "dispatch": times["dispatch ceiling"] / times["dispatch"],
+            "combine": times["combine ceiling"] / times["combine"],
+        },
+        "(dispatch + combine) / two barriers": (times["dispatch"] + times["combine"])
+        / times["two barriers"],
+        "GB/s of all ranks, read and written": {
+            "dispatch": gigabytes / times["dispatch"] * 1e6,
+            "ceiling": gigabytes / times["dispatch ceiling"] * 1e6,
+        },
+        "rows received": received,
+        "capacity": capacity,
+        "ranks x max tokens": transport.world_size * len(inputs.x),
+    }
+
+
+class _Graphs:
+    """Dispatch and combine, each on its own, and once more with results in another tensor."""
+
+    def __init__(self, dispatcher: Dispatcher, inputs: _Inputs) -> None:
+        self._dispatcher, self._inputs = dispatcher, inputs
+        self.dispatch, self.combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.foreign_dispatch = torch.cuda.CUDAGraph()
+        self.foreign_combine = torch.cuda.CUDAGraph()
+        self.rows, handle = self._capture(self.dispatch)
+        with torch.cuda.graph(self.combine):
+            self.out = dispatcher.combine(self.rows.y, handle)
+        rows, handle = self._capture(self.foreign_dispatch)
+        y = torch.zeros_like(rows.y)
+        with torch.cuda.graph(self.foreign_combine):
+            dispatcher.combine(y, handle)
+
+    def check(self) -> None:
+        """Experts that give rows back as they came: every token comes home once a rank."""
+        self.dispatch.replay()
+        self.rows.y.copy_(self.rows.x)
+        self.combine.replay()
+        owner = self._dispatcher.placement.owner.to(self.out.device)[self._inputs.topk_idx]
+        times = sum(
+            (owner == rank).any(1).float() for rank in range(self._dispatcher.placement.ep_size)
+        )
+        assert isinstance(times, Tensor)
+        expected = (self._inputs.x.float() * times[:, None]).bfloat16()
+        assert torch.equal(self.out, expected), "sums are wrong"
+
+    def _capture(self, graph: torch.cuda.CUDAGraph) -> tuple[ReceivedRows, Handle]:
+        inputs = self._inputs
+        with torch.cuda.graph(graph):
+            return self._dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+
+
+class _Ceilings:
+    """Graphs that move as many bytes and do nothing else, between flag barriers."""
+
+    def __init__(
+        self, mover: NvshmemMover, dispatcher: Dispatcher, inputs: _Inputs, copies: int
+    ) -> None:
+        device, kernels = inputs.x.device, mover._kernels
+        tokens, itemsize = len(inputs.x), 1 if dispatcher.wire.fp8 else 2
+        owner = dispatcher.placement.owner.to(device)[inputs.topk_idx].sort(1).values
+        distinct = 1 + (owner[:, 1:] != owner[:, :-1]).sum(1)
+        first = torch.cat([distinct.new_zeros(1), distinct.cumsum(0)])
+        packed = torch.zeros(copies, HIDDEN * 2, dtype=torch.uint8, device=device)
+        out = torch.empty_like(inputs.x)
+        fan_out = load_kernel(SOURCES / "ceiling.cu", "fan_out", device=device)
+        fan_in = load_kernel(SOURCES / "ceiling.cu", "fan_in", device=device)
+        blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        words = HIDDEN * 2 // 16
+
+        def barrier() -> None:
+            kernels.ready()
+            kernels.meet()
+
+        def move_out() -> None:
+            written = HIDDEN * itemsize // 16
+            fan_out(blocks, 512, inputs.x, packed, first, tokens, words, written, device=device)
+
+        def move_back() -> None:
+            fan_in(blocks, 512, packed, out, first, tokens, words, device=device)
+
+        self.out = _graph_of(barrier, move_out, barrier)
+        self.back = _graph_of(barrier, move_back, barrier)
+        self.barriers = _graph_of(barrier, barrier)
+
+
+def _graph_of(*calls: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    calls[0]()  # load before capture
+    calls[1]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _measure(
+    transport: Transport, candidates: dict[str, Callable[[], None]], rounds: int
+) -> dict[str, float]:
+    samples = torch.zeros(len(candidates), rounds, dtype=torch.int64)
+    begin, end = _event(), _event()
+    for round_ in range(-WARM_UP, rounds):
+        for row, call in enumerate(candidates.values()):
+            transport.exchange(torch.zeros(1, dtype=torch.int64))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if round_ >= 0:
+                samples[row, round_] = round(begin.elapsed_time(end) * 1e6)
+    return _medians(transport, list(candidates), samples)
+
+
+def _measure_parts(
+    transport: Transport, mover: NvshmemMover, inputs: _Inputs, rounds: int
+) -> dict[str, float]:
+    """The dispatch's kernels one by one."""
+    names = ["route", "rows", "arrive"]
+    samples = torch.zeros(3, rounds, dtype=torch.int64)
+    events = [_event() for _ in range(4)]
+    slot = mover._in_use[0].table
+    for round_ in range(-WARM_UP, rounds):
+        _, routing = mover.route(inputs.topk_idx, inputs.topk_weights)
+        assert routing is not None
+        way: Tensor = routing.way  # type: ignore[attr-defined]
+        transport.exchange(torch.zeros(1, dtype=torch.int64))
+        events[0].record()
+        mover._kernels.route(inputs.topk_idx, inputs.topk_weights, way, everywhere=False)
+        events[1].record()
+        mover._kernels.rows(slot, inputs.x, way, -1, poison=False)
+        events[2].record()
+        mover._kernels.arrive(slot)
+        events[3].record()
+        events[3].synchronize()
+        if round_ >= 0:
+            for part in range(3):
+                elapsed = events[part].elapsed_time(events[part + 1])
+                samples[part, round_] = round(elapsed * 1e6)
+    return _medians(transport, names, samples)
+
+
+def _measure_eager(transport: Transport) -> dict[str, float]:
+    """Host time of an eager dispatch, and of its waits."""
+    inputs = _uniform(transport, 128, NUM_EXPERTS)
+    config = DispatchConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN)
+    samples = torch.zeros(3, 50, dtype=torch.int64)
+    with Dispatcher(config, transport) as dispatcher:
+        mover = dispatcher._mover
+        assert isinstance(mover, NvshmemMover)
+        counted, exchange = mover._counted, transport._exchange
+        waited = [0, 0]
+
+        class Counted:
+            def record(self) -> None:
+                counted.record()
+
+            def synchronize(self) -> None:
+                began = time.perf_counter_ns()
+                counted.synchronize()
+                waited[0] += time.perf_counter_ns() - began
+
+        def timed_exchange(record: Tensor) -> Tensor:
+            began = time.perf_counter_ns()
+            matrix = exchange(record)
+            waited[1] += time.perf_counter_ns() - began
+            return matrix
+
+        for round_ in range(-WARM_UP, 50):
+            torch.cuda.synchronize()
+            transport.exchange(torch.zeros(1, dtype=torch.int64))
+            if round_ == 0:
+                mover._counted = Counted()  # type: ignore[assignment]
+                transport._exchange = timed_exchange  # type: ignore[method-assign]
+            waited[:] = [0, 0]
+            began = time.perf_counter_ns()
+            rows, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+            took = time.perf_counter_ns() - began
+            if round_ >= 0:
+                samples[:, round_] = torch.tensor([took, *waited])
+            dispatcher.combine(rows.y, handle)
+        transport._exchange = exchange  # type: ignore[method-assign]
+        mover._counted = counted
+    names = ["call", "of it waiting for the device", "of it exchanging records"]
+    result = _medians(transport, names, samples)
+    result["host"] = result["call"] - sum(result[name] for name in names[1:])
+    return result
+
+
+def _medians(transport: Transport, names: list[str], samples: Tensor) -> dict[str, float]:
+    """Nanoseconds [n, rounds] of this rank to us of the slowest."""
+    slowest = torch.stack(
+        [transport.exchange(row.clone()).amax(0).double().median() / 1e3 for row in samples]
+    )
+    return dict(zip(names, slowest.tolist(), strict=True))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def main() -> None:
+    """Measure on this rank, and write or print what rank 0 found."""
+    logging.basicConfig(level=logging.INFO)
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    transport = connect("nvshmem", device=f"cuda:{index}")
+    result = bench_onesided(transport)
+    if transport.rank == 0:
+        text = json.dumps(result, indent=1)
+        if len(sys.argv) > 1:
+            Path(sys.argv[1]).write_text(text + "\n")
+        for group in ("uniform", "curve", "traces"):
+            for name, case in result[group].items():
+                times = {part: round(us, 1) for part, us in case["us"].items()}
+                print(name, times, case["of ceiling"], case["GB/s of all ranks, read and written"])
+        print("eager", result["eager"], flush=True)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The nvshmem transport: what needs no GPU here, and programs for ranks that share one."""

@@ -1,0 +1,131 @@
+"""The nvshmem transport without a GPU: its kernels' own sources run on the CPU, ranks are threads.
+
+Everything above the launch and the symmetric memory is the real code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from crossdock.dispatch.nvshmem import launch as launch_module
+from crossdock.dispatch.nvshmem import mover as mover_module
+from crossdock.dispatch.nvshmem.runtime import Symmetric
+from crossdock.dispatch.transports import nvshmem as transport_module
+from crossdock.dispatch.transports.base import Transport
+from crossdock.scratch.jit import toolkit_include_dirs
+
+__all__ = ["emulate", "record_by_repeating"]
+
+HERE = Path(__file__).parent
+_building = threading.Lock()
+_thread = threading.local()
+PTX = {
+    r"ld\.acquire": "sched_yield(); value = __atomic_load_n(at, __ATOMIC_ACQUIRE);",
+    r"st\.release": "__atomic_store_n(at, value, __ATOMIC_RELEASE);",
+    r"globaltimer": "now = std::chrono::steady_clock::now().time_since_epoch().count();",
+}
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let ``NvshmemTransport(host, cpu)`` work in this process."""
+
+    def load(path, name, *, device, defines=None):
+        return _Kernel(folder, path, name, tuple(sorted((defines or {}).items())))
+
+    monkeypatch.setattr(launch_module, "load_kernel", load)
+    monkeypatch.setattr(mover_module, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
+    monkeypatch.setattr(transport_module, "Runtime", _Runtime)
+    event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
+    for name, fake in {
+        "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=2),
+        "synchronize": lambda *_: None,
+        "set_device": lambda *_: None,
+        "Event": lambda: event,
+        "is_current_stream_capturing": lambda: getattr(_thread, "captures", False),
+        "current_stream": lambda *_: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def record_by_repeating(step: Callable[[], None]) -> Callable[[], None]:
+    """Instead of a graph: the step again, as it is when captured. The first time is at once."""
+
+    def replay() -> None:
+        _thread.captures = True
+        try:
+            step()
+        finally:
+            _thread.captures = False
+
+    replay()
+    return replay
+
+
+class _Runtime:
+    """Symmetric memory of ranks that share an address space."""
+
+    def __init__(self, host: Transport, device: torch.device) -> None:
+        self._host = host
+
+    def require_room(self, num_bytes: int) -> None:
+        pass
+
+    def allocate(self, num_bytes: int) -> Symmetric:
+        memory = torch.full((num_bytes + 256,), 0xAA, dtype=torch.uint8)
+        start = -memory.data_ptr() % 256
+        buffer = memory[start : start + num_bytes]
+        addresses = self._host.exchange(torch.tensor([buffer.data_ptr()])).flatten().tolist()
+        return Symmetric(buffer, addresses)
+
+    def free(self, memory: Symmetric) -> None:
+        memory.buffer.fill_(0xBB)
+        self._host.exchange(torch.zeros(1, dtype=torch.int64))
+
+    def stop(self) -> None:
+        pass
+
+
+class _Kernel:
+    def __init__(self, folder: Path, path: Path, name: str, defines: tuple) -> None:
+        with _building:  # ranks are threads
+            self._library = _build(folder, path, defines)
+        self._entry = getattr(self._library, name)
+
+    def __call__(self, grid, block, *arguments, device) -> None:
+        words = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        packed = (ctypes.c_longlong * 12)(*words)
+        self._library.launch(self._entry, grid, block, packed)
+
+
+@cache
+def _build(folder: Path, path: Path, defines: tuple) -> ctypes.CDLL:
+    text = _inline(path)
+    for pattern, plain in PTX.items():
+        text = re.sub(rf'asm volatile\("[^"]*{pattern}[^;]*;"[^;]*;', plain, text)
+    assert "asm" not in text
+    stem = "-".join([path.stem, *(re.sub(r"\W", "", str(value)) for _, value in defines)])
+    source, library = folder / f"{stem}.cpp", folder / f"{stem}.so"
+    source.write_text(f'#include "{HERE / "cuda_on_cpu.h"}"\n{text}')
+    command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-w"]
+    command += ["-shared", "-fPIC", "-fno-gnu-unique"]
+    command += [f"-D{name}={value}" for name, value in defines]
+    command += [f"-I{directory}" for directory in (HERE, *toolkit_include_dirs())]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def _inline(path: Path) -> str:
+    text = path.read_text().replace("#pragma once", "")
+    return re.sub(
+        r'#include "(\w+\.cuh)"', lambda found: _inline(path.parent / found.group(1)), text
+    )

@@ -1,0 +1,70 @@
+"""The protocol on the CPU: the kernels' own code, the movers' and the dispatcher's."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from crossdock.dispatch import run_local
+from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+from crossdock.scratch.jit import JitMissingError, toolkit_include_dirs
+from tests.nvshmem import ranks as checks
+from tests.nvshmem.emulation import emulate, record_by_repeating
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    try:
+        toolkit_include_dirs()
+    except JitMissingError as error:
+        pytest.skip(str(error))
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    return tmp_path_factory.mktemp("kernels")
+
+
+def few_shapes_are_exact(transport: Transport) -> None:
+    """The widest variety that the emulation's pace allows."""
+    ranks = transport.world_size
+    for algorithm in ("alltoall", "allgather"):
+        for wire in ("payload", "fp8"):
+            case = checks.ragged(ranks, most=150, steps=2, algorithm=algorithm, wire=wire)
+            checks.check_all(transport, case)
+    checks.check_all(transport, checks.ragged(ranks, most=30, top_k=40, num_experts=1100))
+    checks.check_all(transport, checks.ragged(ranks, most=30, hidden=1040, steps=1))
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        few_shapes_are_exact,
+        checks.fp8_is_the_quantiser_s_bits,
+        checks.a_handle_s_way_is_taken_again,
+        checks.any_y_and_out_will_do,
+        checks.bad_input_on_one_rank_is_everybody_s_error,
+        checks.growth_that_fails_on_one_rank_leaves_all_as_they_were,
+        checks.a_step_too_large_for_a_lock_is_refused_everywhere,
+        checks.two_dispatchers_and_two_slots_interleave,
+        checks.graphs_and_eager_steps_interleave,
+        checks.a_graph_refuses_what_does_not_fit,
+    ],
+    ids=lambda check: check.__name__,
+)
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 8))]
+)
+def test_emulated(monkeypatch, folder, world_size, check):
+    emulate(monkeypatch, folder)
+    monkeypatch.setattr(checks, "record", record_by_repeating)
+    run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_shapes_are_exact(monkeypatch, folder, world_size):
+    emulate(monkeypatch, folder)
+    check = checks.rows_and_sums_are_exact
+    run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
