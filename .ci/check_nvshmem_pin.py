@@ -23,10 +23,9 @@ def resolve(*requirements: str) -> dict[str, str]:
     """What pip would install for these requirements: name -> version."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--only-binary=:all:", "--report", str(report), *requirements],
-            check=True,
-        )
+        ask = ["install", "--quiet", "--dry-run", "--ignore-installed", "--only-binary=:all:"]
+        command = [sys.executable, "-m", "pip", *ask, "--report", str(report), *requirements]
+        subprocess.run(command, check=True)
         installs = json.loads(report.read_text())["install"]
     return {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in installs}
 

@@ -202,7 +202,6 @@ def record_words(world_size: int) -> int:
 
 def encode(record: Record, sequence: int, world_size: int) -> Tensor:
     """A record as int64 [record_words(world_size)] on the CPU."""
-    words = torch.zeros(record_words(world_size), dtype=torch.int64)
     kind, text = record.problem if record.problem else (0, "")
     header = [
         MAGIC,
@@ -217,15 +216,20 @@ def encode(record: Record, sequence: int, world_size: int) -> Tensor:
         0,
     ]
     assert len(record.values) <= _VALUES
-    words[: _HEADER + len(record.values)] = torch.tensor([*header, *record.values])
+    none = [0] * world_size
+    # One list becomes a tensor faster than a tensor is filled piece by piece.
+    words = torch.tensor(
+        [
+            *header,
+            *record.values,
+            *([0] * (_VALUES - len(record.values) + _TEXT_BYTES // 8)),
+            *(none if record.rows is None else record.rows.tolist()),
+            *(none if record.pairs is None else record.pairs.tolist()),
+        ]
+    )
     if text:
         raw = _fit(text)
         words[_TEXT].view(torch.uint8)[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
-    body = words[_HEADER + _VALUES + _TEXT_BYTES // 8 :]
-    if record.rows is not None:
-        body[:world_size] = record.rows
-    if record.pairs is not None:
-        body[world_size:] = record.pairs
     return words
 
 

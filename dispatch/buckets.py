@@ -34,6 +34,7 @@ class BucketMemory:
         wire: Format of the rows.
         device: Where rows live.
         raw: Memory for the rows, where it is not for this bucket to take.
+        metadata: Memory for ids, weights and source, likewise.
         y: Memory for results, likewise.
     """
 
@@ -44,14 +45,17 @@ class BucketMemory:
         device: torch.device,
         *,
         raw: Tensor | None = None,
+        metadata: tuple[Tensor, Tensor, Tensor] | None = None,
         y: Tensor | None = None,
     ) -> None:
         self.capacity = capacity
         self._wire = wire
         self.raw = wire.allocate(capacity, device) if raw is None else raw
-        self.topk_idx = torch.empty(capacity, wire.top_k, dtype=torch.int64, device=device)
-        self.topk_weights = torch.empty(capacity, wire.top_k, dtype=torch.float32, device=device)
-        self.source = torch.empty(capacity, 2, dtype=torch.int64, device=device)
+        self.topk_idx, self.topk_weights, self.source = metadata or (
+            torch.empty(capacity, wire.top_k, dtype=torch.int64, device=device),
+            torch.empty(capacity, wire.top_k, dtype=torch.float32, device=device),
+            torch.empty(capacity, 2, dtype=torch.int64, device=device),
+        )
         self._y = y
 
     def y(self) -> Tensor:

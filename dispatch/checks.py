@@ -1,4 +1,4 @@
-"""What is wrong with a caller's tensors, as problems that agreement carries to every rank."""
+"""What is wrong on this rank, as problems that agreement carries to every rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ from torch import Tensor
 
 from crossdock.dispatch.agreement import Problem, ProblemKind
 from crossdock.dispatch.config import DTYPES, DispatchConfig
+from crossdock.dispatch.handle import Handle
+from crossdock.dispatch.placement import ExpertPlacement
+from crossdock.dispatch.topology import Topology
+from crossdock.dispatch.transports.base import Transport
 
-__all__ = ["Attempt", "check_hidden_states", "check_out", "check_results", "check_routing"]
+__all__ = [
+    "Attempt",
+    "check_hidden_states",
+    "check_out",
+    "check_results",
+    "check_routing",
+    "find_handle_problem",
+    "find_misfit",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -136,3 +148,63 @@ def _wrong_shape(name: str, value: Tensor, shape: str) -> Problem:
 
 def _routing(text: str) -> Problem:
     return Problem(ProblemKind.ROUTING, text)
+
+
+def find_misfit(
+    config: DispatchConfig,
+    topology: Topology,
+    placement: ExpertPlacement,
+    transport: Transport,
+    num_slots: int,
+) -> Problem | None:
+    """Settings of a dispatcher that do not fit together, or not with its transport."""
+    ranks = transport.world_size
+    text = None
+    if topology.world_size != ranks:
+        text = f"topology has {topology.world_size} ranks, the transport {ranks}"
+    elif placement.ep_size != ranks:
+        text = f"placement is for {placement.ep_size} ranks, the transport has {ranks}"
+    elif placement.num_experts != config.num_experts:
+        text = f"placement has {placement.num_experts} experts, num_experts = {config.num_experts}"
+    elif isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
+        text = f"num_slots = {num_slots!r}: a whole number above 0"
+    elif config.hidden % transport.hidden_multiple:
+        text = (
+            f"hidden = {config.hidden}: {transport.name} moves rows of a multiple of "
+            f"{transport.hidden_multiple} elements"
+        )
+    elif config.layout == "expert":
+        text = f"layout = 'expert' is not built over {transport.name}: use layout = 'row'"
+    return None if text is None else Problem(ProblemKind.CONFIG, text)
+
+
+def find_handle_problem(
+    handle: object,
+    call: str,
+    *,
+    dispatcher: int,
+    transport: Transport,
+    era: int,
+    captured: bool,
+) -> Problem | None:
+    """Why a handle cannot be used by this dispatcher now.
+
+    Args:
+        handle: What the caller gave.
+        call: What it was given to.
+        dispatcher: Number of the dispatcher.
+        transport: Of the dispatcher.
+        era: Its current one.
+        captured: Whether a graph is being captured.
+    """
+    text = None
+    if not isinstance(handle, Handle):
+        text = f"{type(handle).__name__} is no handle: take it from dispatch"
+    elif handle.dispatcher != dispatcher or handle.transport is not transport:
+        text = f"the handle of step {handle.step} is another dispatcher's"
+    elif handle.era != era:
+        text = f"the handle of step {handle.step} is stale: unlock() came after it"
+    elif handle.captured != captured:
+        made = "recorded in a graph" if handle.captured else "made outside of the graph"
+        text = f"the handle of step {handle.step} was {made}"
+    return None if text is None else Problem(ProblemKind.HANDLE, f"{call}: {text}")

@@ -36,26 +36,24 @@ from crossdock.dispatch.checks import (
     check_out,
     check_results,
     check_routing,
+    find_handle_problem,
+    find_misfit,
 )
+from crossdock.dispatch.choose_mover import mover_for
 from crossdock.dispatch.config import DTYPES, DispatchConfig
 from crossdock.dispatch.handle import Handle
-from crossdock.dispatch.mover import Load, Mover, PackedMover
-from crossdock.dispatch.nvshmem.mover import NvshmemMover
-from crossdock.dispatch.onesided.mover import OneSidedMover
-from crossdock.dispatch.onesided.transport import OneSidedTransport
+from crossdock.dispatch.mover import Load
 from crossdock.dispatch.pending import Pending
 from crossdock.dispatch.placement import ExpertPlacement
+from crossdock.dispatch.refusals import refuse_what_does_not_fit, require_one_dtype
 from crossdock.dispatch.routing import Counts
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.settings import compare_settings, settings_of
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.topology import Topology
 from crossdock.dispatch.transports.base import Transport
-from crossdock.dispatch.transports.hierarchical import HierarchicalTransport
-from crossdock.dispatch.transports.nvshmem import NvshmemTransport
-from crossdock.dispatch.two_level import TwoLevelMover
 from crossdock.dispatch.wire import WireFormat
-from crossdock.scratch.errors import DisagreementError, LockedError, RankTimeout
+from crossdock.scratch.errors import LockedError, RankTimeout
 
 __all__ = ["Dispatcher"]
 
@@ -110,13 +108,13 @@ class Dispatcher:
         )
         transport.require_working()
         transport.set_timeout(config.timeout_s)
-        problem = self._find_misfit(num_slots)
+        problem = find_misfit(config, self.topology, self.placement, transport, num_slots)
         self._slots: list[_Slot] = []
         if problem is None:
             fixed = None if config.bucket == "grow" else config.bucket
             with Attempt(f"{num_slots} receive bucket(s) of {fixed} rows") as attempt:
                 self._algorithm = _ALGORITHMS[config.algorithm](transport, self.placement)
-                self._mover = _mover_for(self._algorithm, self.wire, num_slots, config)
+                self._mover = mover_for(self._algorithm, self.wire, num_slots, config)
                 self._slots = [_Slot(Bucket(self._mover.allocate, fixed)) for _ in range(num_slots)]
             problem = attempt.problem
         agreement = agree(
@@ -173,7 +171,7 @@ class Dispatcher:
             NotImplementedError: An input requires grad.
             DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
         """
-        return self.dispatch_send(x, topk_idx, topk_weights, handle=handle).wait()
+        return self._dispatch(x, topk_idx, topk_weights, handle, staged=False).wait()
 
     def combine(self, y: Tensor, handle: Handle, *, out: Tensor | None = None) -> Tensor:
         """Bring results home and sum each token's, in fp32 and ascending rank order. Collective.
@@ -192,7 +190,7 @@ class Dispatcher:
             HandleError: A handle that is stale, used up, or another dispatcher's.
             DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
         """
-        return self.combine_send(y, handle, out=out).wait()
+        return self._combine(y, handle, out, staged=False).wait()
 
     def dispatch_send(
         self,
@@ -203,11 +201,28 @@ class Dispatcher:
         handle: Handle | None = None,
     ) -> Pending[tuple[ReceivedRows, Handle]]:
         """Begin a dispatch: everything but waiting for the rows. See :meth:`dispatch`."""
+        return self._dispatch(x, topk_idx, topk_weights, handle, staged=True)
+
+    def combine_send(
+        self, y: Tensor, handle: Handle, *, out: Tensor | None = None
+    ) -> Pending[Tensor]:
+        """Begin a combine: everything but waiting and summing. See :meth:`combine`."""
+        return self._combine(y, handle, out, staged=True)
+
+    def _dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: Handle | None,
+        *,
+        staged: bool,
+    ) -> Pending[tuple[ReceivedRows, Handle]]:
         self._require_open()
         index = self._free_slot()
         problem, routing, load = self._prepare(index, x, topk_idx, topk_weights, handle)
         if self._mover.is_capturing():
-            return self._capture_dispatch(index, problem, routing, load, handle)
+            return self._capture_dispatch(index, problem, routing, load, handle, staged=staged)
         capacity = self._slots[index].bucket.capacity if index is not None else 0
         agreement = self._agree(
             Operation.DISPATCH if handle is None else Operation.REDISPATCH,
@@ -224,7 +239,7 @@ class Dispatcher:
             handle = self._new_handle(agreement, routing, len(x))
         slot = self._slots[index]
         received = handle.plan.received
-        self._refuse_what_does_not_fit(agreement, received, handle.pairs)
+        refuse_what_does_not_fit(agreement, received, handle.pairs, config=self.config)
         self._reserve(index, handle, agreement)
         capacities = agreement.values[:, 0].tolist()
         if any(rows > held for rows, held in zip(received, capacities, strict=True)):
@@ -232,12 +247,11 @@ class Dispatcher:
             self._grow([index], most)
         handle.slots = agreement.values[:, 1].tolist()
         handle.slot, slot.handle = index, handle
-        return Pending(self._move(load, slot, handle))
+        return Pending(self._move(load, slot, handle, staged=staged))
 
-    def combine_send(
-        self, y: Tensor, handle: Handle, *, out: Tensor | None = None
+    def _combine(
+        self, y: Tensor, handle: Handle, out: Tensor | None, *, staged: bool
     ) -> Pending[Tensor]:
-        """Begin a combine: everything but waiting and summing. See :meth:`combine`."""
         self._require_open()
         problem = self._find_handle_problem(handle, "combine", in_flight=True)
         if problem is None and handle.slot is not None:
@@ -256,16 +270,16 @@ class Dispatcher:
             if problem is not None:
                 raise problem.error(self.transport.rank)
             assert load is not None and out is not None
-            return Pending(self._move_back(load, handle, out))
+            return Pending(self._move_back(load, handle, out, staged=staged))
         agreement = self._agree(
             Operation.COMBINE,
             problem,
             subject=handle.step if isinstance(handle, Handle) else 0,
             values=(DTYPES.index(y.dtype) if problem is None else 0,),
         )
-        _require_one_dtype(agreement)
+        require_one_dtype(agreement)
         assert load is not None and out is not None
-        return Pending(self._move_back(load, handle, out))
+        return Pending(self._move_back(load, handle, out, staged=staged))
 
     # ---- locking and ending --------------------------------------------------------------------
 
@@ -427,6 +441,8 @@ class Dispatcher:
         routing: Counts | None,
         load: Load | None,
         handle: Handle | None,
+        *,
+        staged: bool,
     ) -> Pending[tuple[ReceivedRows, Handle]]:
         """Record a dispatch in a graph: nothing is asked of the host, so nothing can grow."""
         if problem is not None:
@@ -453,30 +469,7 @@ class Dispatcher:
             )
         slot = self._slots[index]
         handle.slot, slot.handle = index, handle
-        return Pending(self._move(load, slot, handle))
-
-    def _refuse_what_does_not_fit(
-        self, agreement: Agreement, rows: list[int], pairs: list[int]
-    ) -> None:
-        fixed = self.config.bucket != "grow"
-        bucket = f"dispatch.bucket = {self.config.bucket}" + ("" if fixed else ", locked")
-        for what, holder, needs, limits, setting in (
-            ("rows", "its receive bucket holds", rows, agreement.row_limits, bucket),
-            ("pairs", "its experts hold", pairs, agreement.pair_limits, "lock(pair_capacity=)"),
-        ):
-            for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
-                if 0 <= limit < need:
-                    advice = (
-                        f"a dispatch.bucket of {need} or more"
-                        if fixed and what == "rows"
-                        else "unlock(), run a step of this size, lock() again"
-                    )
-                    error = LockedError(
-                        f"rank {rank} would receive {need} {what}, but {holder} {limit} and may "
-                        f"not grow ({setting}). Nothing has moved. Send less, or: {advice}",
-                        ranks=(rank,),
-                    )
-                    raise mark_agreed(error)
+        return Pending(self._move(load, slot, handle, staged=staged))
 
     def _grow(self, indices: Sequence[int], rows: int, *, with_y: bool = False) -> None:
         """Take memory for slots, on every rank or on none. Collective."""
@@ -518,11 +511,13 @@ class Dispatcher:
         commit()
 
     def _move(
-        self, load: Load, slot: _Slot, handle: Handle
+        self, load: Load, slot: _Slot, handle: Handle, *, staged: bool
     ) -> Callable[[], tuple[ReceivedRows, Handle]]:
         memory = slot.bucket.memory
         # All ranks know the total, so a step that moves nothing needs no exchange of rows.
-        work = self._mover.send(load, handle, memory) if handle.plan.total else None
+        work = None
+        if handle.plan.total:
+            work = self._mover.send(load, handle, memory, staged=staged)
 
         def finish() -> tuple[ReceivedRows, Handle]:
             if work is not None:
@@ -531,8 +526,12 @@ class Dispatcher:
 
         return finish
 
-    def _move_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], Tensor]:
-        finish_sum = self._mover.send_back(load, handle, out) if handle.plan.total else None
+    def _move_back(
+        self, load: Load, handle: Handle, out: Tensor, *, staged: bool
+    ) -> Callable[[], Tensor]:
+        finish_sum = None
+        if handle.plan.total:
+            finish_sum = self._mover.send_back(load, handle, out, staged=staged)
 
         def finish() -> Tensor:
             if finish_sum is not None:
@@ -579,46 +578,21 @@ class Dispatcher:
     def _free_slot(self) -> int | None:
         return next((i for i, slot in enumerate(self._slots) if slot.handle is None), None)
 
-    def _find_misfit(self, num_slots: int) -> Problem | None:
-        """Settings that do not fit together, on this rank."""
-        ranks, experts = self.transport.world_size, self.config.num_experts
-        text = None
-        if self.topology.world_size != ranks:
-            text = f"topology has {self.topology.world_size} ranks, the transport {ranks}"
-        elif self.placement.ep_size != ranks:
-            text = f"placement is for {self.placement.ep_size} ranks, the transport has {ranks}"
-        elif self.placement.num_experts != experts:
-            text = f"placement has {self.placement.num_experts} experts, num_experts = {experts}"
-        elif isinstance(num_slots, bool) or not isinstance(num_slots, int) or num_slots < 1:
-            text = f"num_slots = {num_slots!r}: a whole number above 0"
-        elif self.config.hidden % self.transport.hidden_multiple:
-            text = (
-                f"hidden = {self.config.hidden}: {self.transport.name} moves rows of a multiple of "
-                f"{self.transport.hidden_multiple} elements"
-            )
-        elif self.config.layout == "expert":
-            text = (
-                f"layout = 'expert' needs a one-sided transport, and {self.transport.name} is "
-                "none: use layout = 'row'"
-            )
-        return None if text is None else Problem(ProblemKind.CONFIG, text)
-
     def _find_handle_problem(
         self, handle: Handle, call: str, *, in_flight: bool = False
     ) -> Problem | None:
-        text = None
-        if not isinstance(handle, Handle):
-            text = f"{type(handle).__name__} is no handle: take it from dispatch"
-        elif handle.dispatcher != self._id or handle.transport is not self.transport:
-            text = f"the handle of step {handle.step} is another dispatcher's"
-        elif handle.era != self._era:
-            text = f"the handle of step {handle.step} is stale: unlock() came after it"
-        elif handle.captured != self._mover.is_capturing():
-            made = "recorded in a graph" if handle.captured else "made outside of the graph"
-            text = f"the handle of step {handle.step} was {made}"
-        elif in_flight and handle.slot is None:
-            text = f"the handle of step {handle.step} is used up: one combine a dispatch"
-        return None if text is None else Problem(ProblemKind.HANDLE, f"{call}: {text}")
+        problem = find_handle_problem(
+            handle,
+            call,
+            dispatcher=self._id,
+            transport=self.transport,
+            era=self._era,
+            captured=self._mover.is_capturing(),
+        )
+        if problem is None and in_flight and handle.slot is None:
+            text = f"{call}: the handle of step {handle.step} is used up: one combine a dispatch"
+            problem = Problem(ProblemKind.HANDLE, text)
+        return problem
 
     def _require_open(self) -> None:
         self.transport.require_working()
@@ -632,29 +606,3 @@ class Dispatcher:
             self._agree(operation, problem)
         self._slots = []
         self._mover.release()
-
-
-def _mover_for(
-    algorithm: Algorithm, wire: WireFormat, num_slots: int, config: DispatchConfig
-) -> Mover:
-    transport = algorithm.transport
-    if isinstance(transport, NvshmemTransport):
-        return NvshmemMover(algorithm, wire, num_slots, transport, config)
-    if isinstance(transport, HierarchicalTransport):
-        return TwoLevelMover(algorithm, wire, num_slots, transport)
-    if isinstance(transport, OneSidedTransport):
-        return OneSidedMover(algorithm, wire, num_slots, transport)
-    return PackedMover(algorithm, wire, num_slots)
-
-
-def _require_one_dtype(agreement: Agreement) -> None:
-    codes = agreement.values[:, 0].tolist()
-    differ = [rank for rank, code in enumerate(codes) if code != codes[0]]
-    if differ:
-        raise mark_agreed(
-            DisagreementError(
-                f"combine: y is {DTYPES[codes[0]]} on rank 0 and {DTYPES[codes[differ[0]]]} on "
-                f"rank {differ[0]}: one dtype on all ranks",
-                ranks=(differ[0],),
-            )
-        )

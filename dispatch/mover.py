@@ -111,8 +111,15 @@ class Mover(ABC):
         """Get ready to send tokens [T, H]; local."""
 
     @abstractmethod
-    def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
-        """Move rows into every rank's bucket; this rank's is ``memory``."""
+    def send(self, load: Load, handle: Handle, memory: BucketMemory, *, staged: bool) -> Work:
+        """Move rows into every rank's bucket; this rank's is ``memory``.
+
+        Args:
+            load: What this rank sends.
+            handle: Of the step.
+            memory: Of this rank's slot.
+            staged: Whether something may run before the work is waited for.
+        """
 
     def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
         """The rows in ``memory``, after :meth:`send`'s work has ended; NaN beside if ``debug``."""
@@ -123,8 +130,10 @@ class Mover(ABC):
         """Get ready to send results [C, H] of the rows in ``memory``; local."""
 
     @abstractmethod
-    def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
-        """Begin to move results home.
+    def send_back(
+        self, load: Load, handle: Handle, out: Tensor, *, staged: bool
+    ) -> Callable[[], None]:
+        """Begin to move results home; ``staged`` as in :meth:`send`.
 
         Returns:
             What waits for them and sums each token's into ``out`` [T, H].
@@ -160,7 +169,7 @@ class PackedMover(Mover):
         self.wire.pack(rows, x, routing.ids, routing.weights, routing.packed)
         return Load(rows)
 
-    def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
+    def send(self, load: Load, handle: Handle, memory: BucketMemory, *, staged: bool) -> Work:
         """Blocks of packed rows straight into the bucket."""
         recv = memory.raw[: handle.plan.received[self.transport.rank]]
         return self.algorithm.send(load.rows, handle.plan, recv)
@@ -171,7 +180,9 @@ class PackedMover(Mover):
         home = self._staging[slot].take(len(_routing(handle).tokens), y.shape[1], y.dtype)
         return Load(rows, home)
 
-    def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
+    def send_back(
+        self, load: Load, handle: Handle, out: Tensor, *, staged: bool
+    ) -> Callable[[], None]:
         """Blocks of results, then their sum."""
         home, counts = load.extra, handle.plan.send_rows(self.transport.rank)
         assert home is not None

@@ -35,7 +35,8 @@ class SlotPlan:
     @cached_property
     def received(self) -> list[int]:
         """[R] rows that each rank receives."""
-        return [int(n) for n in self.counts.sum(0)]
+        rows: list[int] = self.counts.sum(0).tolist()
+        return rows
 
     @cached_property
     def total(self) -> int:
@@ -44,8 +45,10 @@ class SlotPlan:
 
     def send_rows(self, rank: int) -> list[int]:
         """[R] rows that ``rank`` sends to each rank."""
-        return [int(n) for n in self.counts[rank]]
+        rows: list[int] = self.counts[rank].tolist()
+        return rows
 
     def recv_rows(self, rank: int) -> list[int]:
         """[R] rows that ``rank`` receives from each rank."""
-        return [int(n) for n in self.counts[:, rank]]
+        rows: list[int] = self.counts[:, rank].tolist()
+        return rows

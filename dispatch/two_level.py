@@ -148,7 +148,7 @@ class TwoLevelMover(Mover):
         self.wire.pack(rows, x, nodes.ids, nodes.weights, nodes.packed)
         return Load(rows)
 
-    def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
+    def send(self, load: Load, handle: Handle, memory: BucketMemory, *, staged: bool) -> Work:
         """Across, then within."""
         assert handle.slot is not None
         routing, buffers = _routing(handle), self._buffers[handle.slot]
@@ -185,7 +185,9 @@ class TwoLevelMover(Mover):
         home = buffers.own.take(len(routing.nodes.packed), y.shape[1], y.dtype)
         return Load(rows, home)
 
-    def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
+    def send_back(
+        self, load: Load, handle: Handle, out: Tensor, *, staged: bool
+    ) -> Callable[[], None]:
         """Within, then across; all at once, as both levels have to wait."""
         assert handle.slot is not None and load.extra is not None
         y, home = load.rows, load.extra

@@ -10,13 +10,30 @@ from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.wire import WireFormat
 
-__all__ = ["unpack"]
+__all__ = ["describe", "unpack"]
 
 
 def unpack(
     memory: BucketMemory, handle: Handle, wire: WireFormat, algorithm: Algorithm, *, debug: bool
 ) -> ReceivedRows:
-    """Read the metadata of the rows that lie in a bucket.
+    """Read the metadata that lies within the rows of a bucket; see :func:`describe`."""
+    rank = algorithm.transport.rank
+    num_rows = handle.plan.received[rank]
+    valid = memory.raw[:num_rows]
+    memory.topk_idx[:num_rows] = wire.ids(valid)
+    memory.topk_weights[:num_rows] = wire.weights(valid)
+
+    counts = handle.plan.counts[:, rank].to(memory.raw.device)
+    ranks = torch.arange(len(counts), device=counts.device)
+    memory.source[:num_rows, 0] = torch.repeat_interleave(ranks, counts, output_size=num_rows)
+    memory.source[:num_rows, 1] = wire.token(valid)
+    return describe(memory, handle, wire, algorithm, debug=debug)
+
+
+def describe(
+    memory: BucketMemory, handle: Handle, wire: WireFormat, algorithm: Algorithm, *, debug: bool
+) -> ReceivedRows:
+    """The rows in a bucket whose metadata is in place, with the ids that travelled.
 
     Args:
         memory: The bucket; its first rows are the received ones.
@@ -28,20 +45,11 @@ def unpack(
     rank = algorithm.transport.rank
     num_rows = handle.plan.received[rank]
     num_local_experts = algorithm.placement.num_local_experts(rank)
-    valid = memory.raw[:num_rows]
-
-    ids, weights = memory.topk_idx[:num_rows], memory.topk_weights[:num_rows]
-    ids.copy_(wire.ids(valid))
-    weights.copy_(wire.weights(valid))
-    algorithm.localize(ids, weights)
+    ids = memory.topk_idx[:num_rows]
+    algorithm.localize(ids, memory.topk_weights[:num_rows])
     memory.topk_idx[num_rows:] = -1
     # One more bin, the first, takes the -1 entries.
     rows_per_expert = torch.bincount(ids.flatten() + 1, minlength=num_local_experts + 1)[1:]
-
-    counts = handle.plan.counts[:, rank].to(memory.raw.device)
-    ranks = torch.arange(len(counts), device=counts.device)
-    memory.source[:num_rows, 0] = torch.repeat_interleave(ranks, counts, output_size=num_rows)
-    memory.source[:num_rows, 1] = wire.token(valid)
 
     if debug:
         memory.poison(num_rows)

@@ -128,23 +128,15 @@ class WireFormat:
         """Payload [T, H] and scales fp32 [T, ceil(H / 128)], or None, of tokens [T, H]."""
         return quantize(x) if self.fp8 else (x, None)
 
-    def write(
-        self,
-        buffer: Tensor,
-        payload: Tensor,
-        scale: Tensor | None,
-        ids: Tensor,
-        weights: Tensor,
-        tokens: Tensor,
+    def write_payload(
+        self, buffer: Tensor, payload: Tensor, scale: Tensor | None, tokens: Tensor
     ) -> None:
-        """Write rows of the given tokens, ready to send.
+        """Write the payload and scales of the given tokens' rows.
 
         Args:
-            buffer: uint8 [n, row_bytes], overwritten.
+            buffer: uint8 [n, row_bytes].
             payload: [T, H], as :meth:`encode` gives it.
             scale: fp32 [T, ceil(H / 128)], likewise.
-            ids: int32 [n, K] expert ids of each row.
-            weights: fp32 [n, K] weights of each row.
             tokens: int64 [n], token of each row.
         """
         if scale is not None:
@@ -156,13 +148,21 @@ class WireFormat:
             torch.index_select(payload, 0, tokens, out=buffer[:, : self.hidden])
         else:
             torch.index_select(payload, 0, tokens, out=self.payload(buffer))
+
+    def pack(self, buffer: Tensor, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> None:
+        """Write rows of the given tokens, ready to send.
+
+        Args:
+            buffer: uint8 [n, row_bytes], overwritten.
+            x: [T, H] in the model's dtype.
+            ids: int32 [n, K] expert ids of each row.
+            weights: fp32 [n, K] weights of each row.
+            tokens: int64 [n], token of each row.
+        """
+        self.write_payload(buffer, *self.encode(x), tokens)
         self.ids(buffer).copy_(ids)
         self.weights(buffer).copy_(weights)
         self.token(buffer).copy_(tokens)
-
-    def pack(self, buffer: Tensor, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> None:
-        """Encode tokens [T, H] and write their rows; see :meth:`write`."""
-        self.write(buffer, *self.encode(x), ids, weights, tokens)
 
     def _words(self, buffer: Tensor, dtype: torch.dtype, begin: int, end: int) -> Tensor:
         return buffer.view(dtype)[:, begin // 4 : end // 4]

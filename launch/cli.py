@@ -132,6 +132,9 @@ def bench(
     overrides: Overrides = None,
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, of a CONFIG.")] = 20,
+    beside: Annotated[
+        str, typer.Option(help="Compare a CONFIG's transport with others of one machine: a,b,...")
+    ] = "",
     memory: Annotated[
         bool, typer.Option("--memory", help="Count a CONFIG's bytes, ranks as threads, instead.")
     ] = False,
@@ -147,7 +150,8 @@ def bench(
         _bench_memory(Path(subject), overrides or [], json_path)
     else:
         arguments = ["bench", subject, *(overrides or []), "--rounds", str(rounds)]
-        work = bench_work(json_path, rounds)
+        arguments += ["--beside", beside] if beside else []
+        work = bench_work(json_path, rounds, beside.split(",") if beside else [])
         _run_or_start(Path(subject), overrides, arguments, work, json_path, errors_dir)
 
 

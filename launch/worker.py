@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -60,6 +60,7 @@ def run_as_rank(
             raise _mismatch()
         transport.close()
         dist.destroy_process_group()
+        membership.gather("left", True)  # rank 0 may serve the store: it leaves last
     except BaseException as error:
         end_rank(error, seat.rank, notes, processes)
     sys.exit(0)
@@ -70,9 +71,9 @@ def run_work(json_path: Path | None, check: bool) -> Work:
     return partial(_run, json_path=json_path, check=check)
 
 
-def bench_work(json_path: Path | None, rounds: int) -> Work:
-    """Dispatch and combine, measured."""
-    return partial(_bench, json_path=json_path, rounds=rounds)
+def bench_work(json_path: Path | None, rounds: int, beside: Sequence[str]) -> Work:
+    """Dispatch and combine, measured; over the transports ``beside`` the job's own as well."""
+    return partial(_bench, json_path=json_path, rounds=rounds, beside=beside)
 
 
 def _run(
@@ -102,11 +103,25 @@ def _run(
 
 
 def _bench(
-    job: Job, transport: Transport, membership: Membership, *, json_path: Path | None, rounds: int
+    job: Job,
+    transport: Transport,
+    membership: Membership,
+    *,
+    json_path: Path | None,
+    rounds: int,
+    beside: Sequence[str],
 ) -> bool | None:
     from crossdock.launch.bench.dispatch import bench_dispatch, show_dispatch
+    from crossdock.launch.bench.transports import bench_transports
 
-    result = bench_dispatch(job, transport, rounds=rounds)
+    if beside:
+        timeout_s = job.config.dispatch.timeout_s
+        others = [connect(n, device=transport.device, timeout_s=timeout_s) for n in beside]
+        result = bench_transports(job, [transport, *others], rounds=rounds)
+        for other in others:
+            other.close()
+    else:
+        result = bench_dispatch(job, transport, rounds=rounds)
     if transport.rank == 0:
         if json_path is not None:
             write_json(result, json_path)

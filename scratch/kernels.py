@@ -33,6 +33,11 @@ class Kernel:
         self._function = function
         self._library = library  # unloaded when it is collected, so it is kept
 
+    @property
+    def handle(self) -> int:
+        """The driver's CUfunction, for launches by other means."""
+        return int(self._function)
+
     def __call__(
         self,
         grid: Dim,

@@ -1,13 +1,12 @@
 // What rows cost at least: the same bytes by plain 16-byte loads and stores, nothing else. For
-// measurements; segments as in rows.cu and combine.cu.
+// measurements. Macros as in rows.cu and combine.cu, but units are of 16 bytes.
 #include "group.cuh"
 
-constexpr int UNITS = 4; // of 16 bytes, for each lane
 constexpr int SEGMENT = UNITS * WARP;
 
 // Reads each token once, `units` words long, and writes `out_units` of it to its rows; `first` [T + 1]
 // says which.
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 fan_out(const uint4* __restrict__ from, uint4* __restrict__ to, const i64* __restrict__ first,
         i64 num_tokens, i64 units, i64 out_units) {
   const int segments = static_cast<int>((units + SEGMENT - 1) / SEGMENT);
@@ -36,7 +35,7 @@ fan_out(const uint4* __restrict__ from, uint4* __restrict__ to, const i64* __res
 }
 
 // Reads the rows of each token and writes one.
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 fan_in(const uint4* __restrict__ from, uint4* __restrict__ to, const i64* __restrict__ first,
        i64 num_tokens, i64 units) {
   const int segments = static_cast<int>((units + SEGMENT - 1) / SEGMENT);

@@ -1,7 +1,7 @@
 // Combine: each token's partial results, read where the ranks left them, summed in fp32 in ascending
 // rank order from zero, rounded once. A warp takes a segment of a token.
 //
-// `width` columns of results lie in the slots, and are written to as many columns of `out`.
+// Unless `announced` before, this rank's results are announced first. `width` columns of results lie in the slots, and are written to as many columns of `out`.
 //
 // Macros: PARTIAL, the type of results; OUT, that of the sums; UNITS, of 8 elements that a lane takes
 // at a time; THREADS and BLOCKS, of a block and on a multiprocessor.
@@ -14,47 +14,50 @@ constexpr int BATCH = 4;              // ranks that are read before the first is
 // A segment of a token: which ranks have results for it, and where. Found for the next segment while
 // this one is read.
 struct Item {
-  i64 token;
+  int token;
   int begin; // this lane's first unit
   u64 mask;
-  int place[2]; // on the rank of this lane's number, and on the one 32 above
+  const PARTIAL* row[2]; // on the rank of this lane's number, and on the one 32 above
 };
 
-__device__ __forceinline__ Item find_item(const Group& group, const Way& way, i64 number,
-                                          int segments, bool valid) {
-  const int lane = threadIdx.x % WARP, ranks = static_cast<int>(group.ranks);
+__device__ __forceinline__ Item find_item(const Way& way, const PARTIAL* const (&results)[2],
+                                          int number, int segments, int ranks, int width,
+                                          bool valid) {
+  const int lane = threadIdx.x % WARP;
   Item item;
   item.token = number / segments;
-  item.begin = static_cast<int>(number % segments) * SEGMENT + lane;
+  item.begin = number % segments * SEGMENT + lane;
   item.mask = valid ? way.mask[item.token] : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int rank = lane + half * WARP;
-    item.place[half] = 0;
+    item.row[half] = nullptr;
     if (rank < ranks) {  // what is not wanted is read all the same: one wait less
-      item.place[half] = static_cast<int>(way.first[rank]) +
-                         way.base[item.token / CHUNK * ranks + rank] +
-                         way.ordinal[item.token * ranks + rank];
+      const i64 place = way.first[rank] + way.base[item.token / CHUNK * ranks + rank] +
+                        way.ordinal[static_cast<i64>(item.token) * ranks + rank];
+      item.row[half] = results[half] + place * width;
     }
   }
   return item;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-combine(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slot, void* memory,
-        i64 num_tokens, OUT* __restrict__ out, i64 out_stride, i64 width) {
-  const Group& group = *shared_group;
-  const Slot& slot = *shared_slot;
-  const Way way(memory, group, num_tokens);
-  const bool came = await(group, READY, group.state[COMBINES]);
-  const bool valid = came && !slot.state[REFUSED];
-
-  const int units = static_cast<int>(width) / 8, segments = (units + SEGMENT - 1) / SEGMENT;
-  const i64 items = num_tokens * segments;
-  const i64 warps = static_cast<i64>(gridDim.x) * (blockDim.x / WARP);
-  i64 number = static_cast<i64>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
+__device__ void sum_rows(const Group& group, const Slot& slot, const Way& way, i64 num_tokens,
+                         OUT* __restrict__ out, i64 out_stride, int width, bool valid) {
+  const int lane = threadIdx.x % WARP, ranks = static_cast<int>(group.ranks);
+  const int units = width / 8, segments = (units + SEGMENT - 1) / SEGMENT;
+  const int items = static_cast<int>(num_tokens) * segments;
+  const int warps = static_cast<int>(gridDim.x * (blockDim.x / WARP));
+  const PARTIAL* results[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (lane + half * WARP < ranks) {
+      results[half] =
+          reinterpret_cast<const PARTIAL*>(slot.bucket[lane + half * WARP] + slot.y_at);
+    }
+  }
+  int number = static_cast<int>(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP);
   if (number >= items) return;
-  Item item = find_item(group, way, number, segments, valid);
+  Item item = find_item(way, results, number, segments, ranks, width, valid);
   while (true) {
     number += warps;
     float sum[UNITS][8];
@@ -75,10 +78,9 @@ combine(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_
         const bool is_there = left != 0;
         const int rank = is_there ? __ffsll(left) - 1 : 0;
         left &= left - 1;
-        const int place = rank < WARP ? item.place[0] : item.place[1];
-        const i64 row = __shfl_sync(ALL_LANES, place, rank % WARP);
-        const PARTIAL* from =
-            reinterpret_cast<const PARTIAL*>(slot.bucket[rank] + slot.y_at) + row * width;
+        const PARTIAL* from = reinterpret_cast<const PARTIAL*>(
+            __shfl_sync(ALL_LANES, reinterpret_cast<u64>(rank < WARP ? item.row[0] : item.row[1]),
+                        rank % WARP));
 #pragma unroll
         for (int j = 0; j < UNITS; ++j) {
           const int unit = item.begin + j * WARP;
@@ -86,7 +88,9 @@ combine(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_
           if (is_there && unit < units) part[b][j] = load_eight(from + unit * 8);
         }
       }
-      if (!found && number < items) next = find_item(group, way, number, segments, valid);
+      if (!found && number < items) {
+        next = find_item(way, results, number, segments, ranks, width, valid);
+      }
       found = true;
 #pragma unroll
       for (int b = 0; b < BATCH; ++b) {
@@ -109,5 +113,25 @@ combine(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_
     }
     if (number >= items) return;
     item = next;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+combine(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slot, void* memory,
+        i64 num_tokens, OUT* __restrict__ out, i64 out_stride, i64 width, i64 announced) {
+  const Group& group = *shared_group;
+  const Slot& slot = *shared_slot;
+  const Way way(memory, group, num_tokens);
+  const i64 epoch = group.state[COMBINES] + (announced ? 0 : 1);
+  if (!announced && blockIdx.x == 0) {
+    __syncthreads();
+    post(group, READY, epoch);
+  }
+  const bool came = await(group, READY, epoch);
+  const bool valid = came && !slot.state[REFUSED];
+
+  sum_rows(group, slot, way, num_tokens, out, out_stride, static_cast<int>(width), valid);
+  if (!announced && is_last_block(group.state, COMBINE_TICKET) && threadIdx.x == 0) {
+    group.state[COMBINES] = epoch;
   }
 }

@@ -18,7 +18,16 @@ constexpr int CODE_BITS = 24;    // of a local id in an expert's code; the owner
 enum Signal { RECORD, ARRIVED, READY, NUM_SIGNALS };
 
 // Words of this rank's own device memory.
-enum State { DISPATCHES, COMBINES, ROUTE_TICKET, ROWS_TICKET, BROKEN, WORST, PAIRS };
+enum State {
+  DISPATCHES,
+  COMBINES,
+  ROUTE_TICKET,
+  ROWS_TICKET,
+  COMBINE_TICKET,
+  BROKEN,
+  WORST,
+  PAIRS
+};
 
 // Words of a slot's own device memory.
 enum SlotState { STEP, REFUSED, NUM_ROWS, NUM_PAIRS };
@@ -110,6 +119,24 @@ __device__ __forceinline__ void post(const Group& group, Signal signal, i64 epoc
     __threadfence_system();
     store_release(signal_on(group, rank, signal, group.rank), epoch);
   }
+}
+
+// Whether this block is the last of its launch to come here. What the others wrote before is visible
+// to it, and through a signal that it posts to other ranks. Call with all threads.
+__device__ __forceinline__ bool is_last_block(i64* state, State which) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    u64* ticket = reinterpret_cast<u64*>(state + which);
+    is_last = atomicAdd(ticket, 1ull) == gridDim.x - 1;
+    if (is_last) {
+      __threadfence_system();
+      *ticket = 0;
+    }
+  }
+  __syncthreads();
+  return is_last;
 }
 
 // Wait until every rank has come to `epoch`. False if one did not in time, now or earlier: then the

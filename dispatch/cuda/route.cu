@@ -8,6 +8,7 @@
 #include "group.cuh"
 
 constexpr int WARPS = CHUNK / WARP;
+constexpr int AT_ONCE = 8;           // columns that are loaded before the first is looked at
 constexpr int SHARED_EXPERTS = 1024; // counted in shared memory; more are counted in global memory
 
 // Sorts by kind, then token, then column.
@@ -85,28 +86,46 @@ route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
   u64 mask = 0, worst = ~0ull;
   if (is_token) {
     const ID* mine = ids + token * top_k;
-    for (int k = 0; k < top_k; ++k) {
-      const i64 id = mine[k];
-      const float weight = weights[token * top_k + k];
-      int code = -1;
-      if (id < -1 || id >= group.num_experts) {
-        worst = min(worst, rating(OUTSIDE, token, k));
-      } else if (id >= 0) {
-        for (int j = 0; j < k; ++j) {
-          if (mine[j] == id) worst = min(worst, rating(REPEATED, token, k));
+    for (int begin = 0; begin < top_k; begin += AT_ONCE) {
+      i64 id[AT_ONCE];
+      float weight[AT_ONCE];
+      int code[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int k = begin + j;
+        id[j] = k < top_k ? static_cast<i64>(mine[k]) : -1;
+        weight[j] = k < top_k ? weights[token * top_k + k] : 0.f;
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const bool is_expert = id[j] >= 0 && id[j] < group.num_experts;
+        code[j] = is_expert ? group.code[id[j]] : -1;
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int k = begin + j;
+        if (k >= top_k) continue;
+        way.code[token * top_k + k] = code[j];
+        way.weight[token * top_k + k] = weight[j];
+        if (code[j] < 0) {
+          if (id[j] != -1) worst = min(worst, rating(OUTSIDE, token, k));
+          continue;
         }
-        if (!isfinite(weight)) worst = min(worst, rating(NOT_FINITE, token, k));
-        code = group.code[id];
-        mask |= 1ull << (code >> CODE_BITS);
-        atomicAdd(pairs_of_rank + (code >> CODE_BITS), 1u);
+        bool is_repeated = false;
+#pragma unroll
+        for (int i = 0; i < j; ++i) is_repeated |= id[i] == id[j];
+        for (int i = 0; i < begin; ++i) is_repeated |= mine[i] == id[j];
+        if (is_repeated) worst = min(worst, rating(REPEATED, token, k));
+        if (!isfinite(weight[j])) worst = min(worst, rating(NOT_FINITE, token, k));
+        const int owner = code[j] >> CODE_BITS;
+        mask |= 1ull << owner;
+        atomicAdd(pairs_of_rank + owner, 1u);
         if (in_shared) {
-          atomicAdd(shared_count + id, 1);
+          atomicAdd(shared_count + id[j], 1);
         } else {
-          atomicAdd(reinterpret_cast<u64*>(group.state + PAIRS + ranks + id), 1ull);
+          atomicAdd(reinterpret_cast<u64*>(group.state + PAIRS + ranks + id[j]), 1ull);
         }
       }
-      way.code[token * top_k + k] = code;
-      way.weight[token * top_k + k] = weight;
     }
     if (everywhere) mask = ranks == MAX_RANKS ? ~0ull : (1ull << ranks) - 1;
     way.mask[token] = mask;
@@ -140,16 +159,6 @@ route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
     }
   }
 
-  __shared__ bool is_last;
   __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    u64* ticket = reinterpret_cast<u64*>(group.state + ROUTE_TICKET);
-    is_last = atomicAdd(ticket, 1ull) == gridDim.x - 1;
-    if (is_last) *ticket = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  sum_up(group, way, ids, weights);
+  if (is_last_block(group.state, ROUTE_TICKET)) sum_up(group, way, ids, weights);
 }

@@ -1,6 +1,6 @@
 // Dispatch: post this rank's record, wait for everybody's, judge them as every rank does, and write
 // each row once, to its final place on each of its ranks; then announce that this rank's rows are
-// there. A warp takes a segment of a token: loads it once and stores it for every destination, so
+// there, and unless `staged` wait for everybody's. A warp takes a segment of a token: loads it once and stores it for every destination, so
 // no two threads have to meet.
 //
 // Macros: ELEM, the type of hidden states; FP8, whether they travel as e4m3 with a scale for each
@@ -19,9 +19,21 @@ constexpr int FP8_BLOCK = 128;
 constexpr int BLOCK_LANES = FP8_BLOCK / 8;
 using Wire = uint2;  // 8 elements as they travel
 
-// scale = amax / 448, payload = x / scale, both as IEEE division rounds them. The quotient comes
-// from the rounded reciprocal and one correction, which is exact as long as nothing under- or
-// overflows (Markstein 1990); blocks of extreme numbers are divided.
+// Out of the way: almost never taken, and long.
+__device__ __noinline__ void divide(const Eight<ELEM>& x, float amax, float& scale, float* quotient) {
+  scale = amax > 0.f ? fmaxf(__fdiv_rn(amax, 448.f), 1.17549435e-38f) : 1.f;
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) quotient[i] = __fdiv_rn(widen(x.at[i]), scale);
+}
+
+// scale = amax / 448, payload = x / scale, both as IEEE division rounds them. Quotients come from a
+// rounded reciprocal and one correction, which is exact as long as nothing under- or overflows
+// (Markstein 1990); blocks of extreme numbers are divided.
+__device__ __forceinline__ float corrected(float x, float divisor, float inverse) {
+  const float guess = __fmul_rn(x, inverse);
+  return __fmaf_rn(__fmaf_rn(-guess, divisor, x), inverse, guess);
+}
+
 __device__ __forceinline__ Wire quantize(const Eight<ELEM>& x, float& scale) {
   float amax = 0.f;
 #pragma unroll
@@ -30,18 +42,14 @@ __device__ __forceinline__ Wire quantize(const Eight<ELEM>& x, float& scale) {
   for (int apart = BLOCK_LANES / 2; apart > 0; apart /= 2) {
     amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, apart));
   }
-  scale = amax > 0.f ? fmaxf(__fdiv_rn(amax, 448.f), 1.17549435e-38f) : 1.f;
   float quotient[8];
   if (amax > 1e-20f && amax < 1e30f) {
+    scale = corrected(amax, 448.f, 1.f / 448.f);
     const float inverse = __frcp_rn(scale);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float value = widen(x.at[i]), guess = __fmul_rn(value, inverse);
-      quotient[i] = __fmaf_rn(__fmaf_rn(-guess, scale, value), inverse, guess);
-    }
+    for (int i = 0; i < 8; ++i) quotient[i] = corrected(widen(x.at[i]), scale, inverse);
   } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) quotient[i] = __fdiv_rn(widen(x.at[i]), scale);
+    divide(x, amax, scale, quotient);
   }
   unsigned pair[4];
 #pragma unroll
@@ -173,128 +181,103 @@ __device__ void prepare_bucket(const Group& group, const Slot& slot, const Way& 
   for (i64 i = num_rows * group.top_k + thread; i < end; i += threads) weights[i] = ~0u;
 }
 
-// A segment of a token on its way: the next one is loaded while this one is stored.
-struct Item {
-  i64 token;
-  int begin; // this lane's first unit
-  u64 mask;
-  int place[2]; // of the row on the rank of this lane's number, and on the one 32 above
-  Eight<ELEM> numbers[UNITS];
-};
-
-__device__ __forceinline__ Item load_item(const Group& group, const Way& way, const ELEM* x,
-                                          i64 number, int segments, const Judgement& judgement) {
-  const int lane = threadIdx.x % WARP;
-  const int ranks = static_cast<int>(group.ranks), hidden = static_cast<int>(group.hidden);
-  Item item;
-  item.token = number / segments;
-  item.begin = static_cast<int>(number % segments) * SEGMENT + lane;
-#pragma unroll
-  for (int j = 0; j < UNITS; ++j) {
-    const int unit = item.begin + j * WARP;
-    item.numbers[j] = {};
-    if (unit < hidden / 8) item.numbers[j] = load_eight(x + item.token * hidden + unit * 8);
+// Ids, weights and origin of a token's row on one rank. Call with a whole warp.
+__device__ __forceinline__ void write_metadata(const Group& group, const Slot& slot, const Way& way,
+                                               i64 token, int rank, i64 row) {
+  const int lane = threadIdx.x % WARP, top_k = static_cast<int>(group.top_k);
+  unsigned char* bucket = slot.bucket[rank];
+  i64* ids = reinterpret_cast<i64*>(bucket + slot.ids_at) + row * top_k;
+  float* weights = reinterpret_cast<float*>(bucket + slot.weights_at) + row * top_k;
+  for (int k = lane; k < top_k; k += WARP) {
+    const int code = way.code[token * top_k + k];
+    const bool lives_there = code >= 0 && code >> CODE_BITS == rank;
+    ids[k] = lives_there ? code & ((1 << CODE_BITS) - 1) : -1;
+    weights[k] = lives_there ? way.weight[token * top_k + k] : 0.f;
   }
-  item.mask = way.mask[item.token];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int rank = lane + half * WARP;
-    item.place[half] = 0;
-    if (rank < ranks) {  // what is not wanted is read all the same: one wait less
-      item.place[half] = static_cast<int>(judgement.first[rank]) +
-                         way.base[item.token / CHUNK * ranks + rank] +
-                         way.ordinal[item.token * ranks + rank];
-    }
-  }
-  return item;
-}
-
-// Stores a segment, and with a token's first one its ids, weights and origin, on every rank that
-// wants it. Call with a whole warp.
-__device__ __forceinline__ void store_item(const Group& group, const Slot& slot, const Way& way,
-                                           const Item& item) {
-  const int lane = threadIdx.x % WARP;
-  const int hidden = static_cast<int>(group.hidden), top_k = static_cast<int>(group.top_k);
-  const bool is_first = item.begin < WARP;
-  int code[2] = {-1, -1};
-  float weight[2] = {};
-  if (is_first) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int k = lane + half * WARP;
-      if (k < top_k) {
-        code[half] = way.code[item.token * top_k + k];
-        weight[half] = way.weight[item.token * top_k + k];
-      }
-    }
-  }
-#if FP8
-  const int blocks = (hidden + FP8_BLOCK - 1) / FP8_BLOCK;
-  Wire wire[UNITS];
-  float scale[UNITS];
-#pragma unroll
-  for (int j = 0; j < UNITS; ++j) wire[j] = quantize(item.numbers[j], scale[j]);
-#endif
-  for (u64 left = item.mask; left; left &= left - 1) {
-    const int rank = __ffsll(left) - 1;
-    const int place = rank < WARP ? item.place[0] : item.place[1];
-    const i64 row = __shfl_sync(ALL_LANES, place, rank % WARP);
-    unsigned char* bucket = slot.bucket[rank];
-#pragma unroll
-    for (int j = 0; j < UNITS; ++j) {
-      const int unit = item.begin + j * WARP;
-      if (unit < hidden / 8) {
-#if FP8
-        __stcs(reinterpret_cast<uint2*>(bucket + row * hidden + unit * 8), wire[j]);
-        if (unit % BLOCK_LANES == 0) {
-          reinterpret_cast<float*>(bucket + slot.scale_at)[row * blocks + unit / BLOCK_LANES] =
-              scale[j];
-        }
-#else
-        store_eight(reinterpret_cast<ELEM*>(bucket) + row * hidden + unit * 8, item.numbers[j]);
-#endif
-      }
-    }
-    if (!is_first) continue;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int k = lane + half * WARP;
-      if (k < top_k) {
-        const bool lives_there = code[half] >= 0 && code[half] >> CODE_BITS == rank;
-        reinterpret_cast<i64*>(bucket + slot.ids_at)[row * top_k + k] =
-            lives_there ? code[half] & ((1 << CODE_BITS) - 1) : -1;
-        reinterpret_cast<float*>(bucket + slot.weights_at)[row * top_k + k] =
-            lives_there ? weight[half] : 0.f;
-      }
-    }
-    if (lane == 0) {
-      reinterpret_cast<longlong2*>(bucket + slot.source_at)[row] =
-          make_longlong2(group.rank, item.token);
-    }
+  if (lane == 0) {
+    reinterpret_cast<longlong2*>(bucket + slot.source_at)[row] = make_longlong2(group.rank, token);
   }
 }
 
 __device__ void move_rows(const Group& group, const Slot& slot, const Way& way,
                           const ELEM* __restrict__ x, i64 num_tokens, const Judgement& judgement) {
-  const int segments = (static_cast<int>(group.hidden) / 8 + SEGMENT - 1) / SEGMENT;
-  const i64 items = num_tokens * segments;
-  const i64 warps = static_cast<i64>(gridDim.x) * (blockDim.x / WARP);
-  i64 number = static_cast<i64>(blockIdx.x) * (blockDim.x / WARP) + threadIdx.x / WARP;
-  if (number >= items) return;
-  Item item = load_item(group, way, x, number, segments, judgement);
-  while (true) {
-    number += warps;
-    if (number >= items) break;
-    const Item next = load_item(group, way, x, number, segments, judgement);
-    store_item(group, slot, way, item);
-    item = next;
+  const int lane = threadIdx.x % WARP;
+  const int ranks = static_cast<int>(group.ranks), hidden = static_cast<int>(group.hidden);
+  const int units = hidden / 8, segments = (units + SEGMENT - 1) / SEGMENT;
+  const int items = static_cast<int>(num_tokens) * segments;
+  const int warps = static_cast<int>(gridDim.x * (blockDim.x / WARP));
+#if FP8
+  const int blocks = (hidden + FP8_BLOCK - 1) / FP8_BLOCK;
+#endif
+  // Each lane knows the way to the rank of its number, and to the one 32 above.
+  unsigned char* bucket[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (lane + half * WARP < ranks) bucket[half] = slot.bucket[lane + half * WARP];
   }
-  store_item(group, slot, way, item);
+  int item = static_cast<int>(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP);
+  for (; item < items; item += warps) {
+    const int token = item / segments, begin = item % segments * SEGMENT + lane;
+    const ELEM* from = x + static_cast<i64>(token) * hidden;
+    Eight<ELEM> numbers[UNITS] = {};
+#pragma unroll
+    for (int j = 0; j < UNITS; ++j) {
+      const int unit = begin + j * WARP;
+      if (unit < units) numbers[j] = load_eight(from + unit * 8);
+    }
+    // Places on ranks that want nothing are read all the same: one wait less.
+    u64 mask = way.mask[token];
+    int place[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int rank = lane + half * WARP;
+      if (rank < ranks) {
+        place[half] = static_cast<int>(judgement.first[rank]) +
+                      way.base[token / CHUNK * ranks + rank] +
+                      way.ordinal[static_cast<i64>(token) * ranks + rank];
+      }
+    }
+#if FP8
+    Wire wire[UNITS];
+    float scale[UNITS];
+#pragma unroll
+    for (int j = 0; j < UNITS; ++j) wire[j] = quantize(numbers[j], scale[j]);
+#endif
+    while (mask) {
+      const int rank = __ffsll(mask) - 1;
+      mask &= mask - 1;
+      const bool is_low = rank < WARP;
+      const i64 row = __shfl_sync(ALL_LANES, is_low ? place[0] : place[1], rank % WARP);
+      unsigned char* there = reinterpret_cast<unsigned char*>(__shfl_sync(
+          ALL_LANES, reinterpret_cast<u64>(is_low ? bucket[0] : bucket[1]), rank % WARP));
+#if FP8
+      unsigned char* to = there + row * hidden;
+      float* scales = reinterpret_cast<float*>(there + slot.scale_at) + row * blocks;
+#pragma unroll
+      for (int j = 0; j < UNITS; ++j) {
+        const int unit = begin + j * WARP;
+        if (unit < units) {
+          __stcs(reinterpret_cast<uint2*>(to + unit * 8), wire[j]);
+          if (unit % BLOCK_LANES == 0) scales[unit / BLOCK_LANES] = scale[j];
+        }
+      }
+#else
+      ELEM* to = reinterpret_cast<ELEM*>(there) + row * hidden;
+#pragma unroll
+      for (int j = 0; j < UNITS; ++j) {
+        const int unit = begin + j * WARP;
+        if (unit < units) store_eight(to + unit * 8, numbers[j]);
+      }
+#endif
+      if (begin < WARP) write_metadata(group, slot, way, token, rank, row);
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slot,
-     const ELEM* __restrict__ x, void* memory, i64 num_tokens, i64 pair_limit, i64 poison) {
+     const ELEM* __restrict__ x, void* memory, i64 num_tokens, i64 pair_limit, i64 poison,
+     i64 staged) {
   const Group& group = *shared_group;
   const Slot& slot = *shared_slot;
   const Way way(memory, group, num_tokens);
@@ -314,18 +297,9 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
     report(group, slot.capacity, epoch, judgement);
   }
 
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    u64* ticket = reinterpret_cast<u64*>(group.state + ROWS_TICKET);
-    is_last = atomicAdd(ticket, 1ull) == gridDim.x - 1;
-    if (is_last) {
-      __threadfence_system();
-      *ticket = 0;
-      group.state[DISPATCHES] = epoch;
-    }
-  }
-  __syncthreads();
-  if (is_last) post(group, ARRIVED, epoch);
+  if (!is_last_block(group.state, ROWS_TICKET)) return;
+  if (threadIdx.x == 0) group.state[DISPATCHES] = epoch;
+  post(group, ARRIVED, epoch);
+  // One block of one launch: it keeps nobody from writing.
+  if (!staged && !await(group, ARRIVED, epoch) && threadIdx.x == 0) slot.state[REFUSED] = 1;
 }

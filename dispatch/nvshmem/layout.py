@@ -41,9 +41,10 @@ class State(IntEnum):
     COMBINES = 1
     ROUTE_TICKET = 2
     ROWS_TICKET = 3
-    BROKEN = 4
-    WORST = 5
-    PAIRS = 6
+    COMBINE_TICKET = 4
+    BROKEN = 5
+    WORST = 6
+    PAIRS = 7
 
 
 class Kind(IntEnum):

@@ -1,10 +1,10 @@
 """A dispatcher's steps over NVSHMEM, as launches on the current stream.
 
 route       ids and weights checked, counts, every row's place       (eager: counts to the host)
-rows        records exchanged, each row written once where it stays  (same kernel in a graph)
-arrive      wait for everybody's rows
-ready       this rank's results may be read
-combine     results read where they lie, summed
+rows        records exchanged, each row written once where it stays, everybody's awaited
+combine     this rank's results announced, everybody's read where they lie, summed
+
+Of a staged call, ``rows`` does not wait (``arrive`` does), and ``ready`` announces results early.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from crossdock.dispatch.nvshmem.layout import (
 from crossdock.dispatch.nvshmem.runtime import Symmetric
 from crossdock.dispatch.routing import Counts, find_problem
 from crossdock.dispatch.rows import ReceivedRows
-from crossdock.dispatch.transports.base import Work
+from crossdock.dispatch.transports.base import Done, Work
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.dispatch.wire import WireFormat
 
@@ -92,7 +92,7 @@ class NvshmemMover(Mover):
         self._expert_at = experts.to(device)
         self._summary = pinned_words(1 + 2 * ranks)
         self._report = pinned_words(Report.LATE + ranks)
-        self._order = transport.watch(self, self._report[Report.LATE :])
+        self._order = transport.watch(self._report[Report.LATE :])
         self._num_discards = 0
         words = [transport.rank, ranks, wire.top_k, wire.hidden, config.num_experts]
         words += [self._num_local, experts.shape[1], round(transport.timeout_s * 1e9)]
@@ -158,6 +158,7 @@ class NvshmemMover(Mover):
         self._discard([*(b.memory for b in self._in_use.values()), self._control])
         self._in_use.clear()
         self._control = None
+        self.transport.unwatch(self._order)
 
     def _discard(self, memories: Sequence[Symmetric | None]) -> None:
         key = (self._order << 32) + self._num_discards
@@ -195,15 +196,17 @@ class NvshmemMover(Mover):
         x = x.contiguous()
         return Load(x if x.data_ptr() % _ALIGN == 0 else x.clone())
 
-    def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
+    def send(self, load: Load, handle: Handle, memory: BucketMemory, *, staged: bool) -> Work:
         """Exchange records and write rows; needs no answer from the host."""
         bucket, way = _bucket(memory), _way(handle)
         bucket.captured |= self.is_capturing()
         for peer, rows in enumerate(handle.plan.send_rows(self.transport.rank)):
             self.transport.bytes_to[peer] += max(rows, 0) * self.wire.row_bytes
         with self.transport.in_order():
-            self._kernels.rows(bucket.table, load.rows, way, self.pair_limit, poison=self._debug)
-        return _Arrival(self, bucket)
+            self._kernels.rows(
+                bucket.table, load.rows, way, self.pair_limit, poison=self._debug, staged=staged
+            )
+        return _Arrival(self, bucket) if staged else Done()
 
     def await_rows(self, bucket: SymmetricBucket) -> None:
         """Wait for everybody's rows, in stream order."""
@@ -238,7 +241,9 @@ class NvshmemMover(Mover):
         """Nothing can fail here."""
         return Load(y)
 
-    def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
+    def send_back(
+        self, load: Load, handle: Handle, out: Tensor, *, staged: bool
+    ) -> Callable[[], None]:
         """Announce results; the wait for everybody's, and the sum, come with the caller's wait."""
         y = load.rows
         assert handle.slot is not None
@@ -253,11 +258,12 @@ class NvshmemMover(Mover):
                 if not handle.captured:
                     num_rows = handle.plan.received[self.transport.rank]
                 place[:num_rows].copy_(y[:num_rows])
-            self._kernels.ready()
+            if staged:
+                self._kernels.ready()
 
         def finish() -> None:
             with self.transport.in_order():
-                self._kernels.combine(bucket.table, way, y.dtype, target)
+                self._kernels.combine(bucket.table, way, y.dtype, target, announced=staged)
                 if target is not out:
                     out.copy_(target)
 
@@ -273,8 +279,8 @@ class NvshmemMover(Mover):
             for first in range(0, hidden, width):
                 part = y[:, first : first + width]
                 bucket.results_as(y.dtype, part.shape[1]).copy_(part)
-                self._kernels.ready()
-                self._kernels.combine(bucket.table, way, y.dtype, target[:, first : first + width])
+                columns = target[:, first : first + width]
+                self._kernels.combine(bucket.table, way, y.dtype, columns, announced=False)
                 # All have read these columns before the next ones are written.
                 self._kernels.ready()
                 self._kernels.meet()

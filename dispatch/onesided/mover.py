@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,9 @@ from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.mover import Load, PackedMover
 from crossdock.dispatch.onesided.transport import OneSidedTransport, SharedMemory
 from crossdock.dispatch.routing import Counts, Routing
+from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.transports.base import Work
+from crossdock.dispatch.unpack import describe
 from crossdock.dispatch.wire import WireFormat
 
 __all__ = ["OneSidedMover"]
@@ -24,40 +26,64 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Some rank's bucket, as this rank reaches it: rows and results, one after the other.
+    """Some rank's bucket, as this rank reaches it; the parts lie one after the other.
 
     Attributes:
         raw: uint8 [C, row_bytes].
         y: [C, H] in the model's dtype.
+        topk_idx: int64 [C, K].
+        topk_weights: fp32 [C, K].
+        source: int64 [C, 2].
     """
 
     raw: Tensor
     y: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    source: Tensor
 
     @staticmethod
     def num_bytes(capacity: int, wire: WireFormat) -> int:
         """Size of a bucket's shared memory."""
-        return _y_at(capacity, wire) + capacity * wire.hidden * wire.dtype.itemsize
+        return sum(num_bytes for num_bytes, _, _ in _parts(capacity, wire))
 
     @classmethod
     def of(cls, buffer: Tensor, capacity: int, wire: WireFormat) -> _Bucket:
         """The bucket in uint8 [num_bytes]."""
-        rows = buffer[: capacity * wire.row_bytes].view(capacity, wire.row_bytes)
-        results = buffer[_y_at(capacity, wire) :].view(wire.dtype)
-        return cls(rows, results.view(capacity, wire.hidden))
+        tensors, begin = [], 0
+        for num_bytes, dtype, width in _parts(capacity, wire):
+            part = buffer[begin : begin + capacity * width * dtype.itemsize]
+            tensors.append(part.view(dtype).view(capacity, width))
+            begin += num_bytes
+        return cls(*tensors)
 
 
-def _y_at(capacity: int, wire: WireFormat) -> int:
-    return -(-capacity * wire.row_bytes // _ALIGN) * _ALIGN
+def _parts(capacity: int, wire: WireFormat) -> Iterator[tuple[int, torch.dtype, int]]:
+    """Of each part of a bucket: bytes, rounded up to whole cache lines, dtype and width."""
+    for dtype, width in (
+        (torch.uint8, wire.row_bytes),
+        (wire.dtype, wire.hidden),
+        (torch.int64, wire.top_k),
+        (torch.float32, wire.top_k),
+        (torch.int64, 2),
+    ):
+        yield -(-capacity * width * dtype.itemsize // _ALIGN) * _ALIGN, dtype, width
 
 
 class _SharedBucketMemory(BucketMemory):
-    """A bucket whose rows and results all ranks reach. ``y`` is there from the start."""
+    """A bucket that all ranks reach, metadata and all. ``y`` is there from the start."""
 
     def __init__(self, capacity: int, wire: WireFormat, transport: OneSidedTransport) -> None:
         self.shared: SharedMemory = transport.allocate(_Bucket.num_bytes(capacity, wire))
         bucket = _Bucket.of(self.shared.buffer, capacity, wire)
-        super().__init__(capacity, wire, transport.device, raw=bucket.raw, y=bucket.y)
+        super().__init__(
+            capacity,
+            wire,
+            transport.device,
+            raw=bucket.raw,
+            metadata=(bucket.topk_idx, bucket.topk_weights, bucket.source),
+            y=bucket.y,
+        )
         self.connected = False
 
 
@@ -116,7 +142,7 @@ class OneSidedMover(PackedMover):
         """Quantise if the wire does; rows are gathered when their places are known."""
         return Load(*self.wire.encode(x))
 
-    def send(self, load: Load, handle: Handle, memory: BucketMemory) -> Work:
+    def send(self, load: Load, handle: Handle, memory: BucketMemory, *, staged: bool) -> Work:
         """Gather each destination's rows straight into its bucket, and announce them."""
         rank, plan, routing = self.transport.rank, handle.plan, handle.routing
         assert isinstance(routing, Routing)
@@ -126,23 +152,27 @@ class OneSidedMover(PackedMover):
         once = len(routing.packed) != sum(counts)
         begin = 0
         for peer, count in enumerate(counts):
+            self.transport.bytes_to[peer] += count * self.wire.row_bytes
             if count:
                 rows = slice(0, count) if once else slice(begin, begin + count)
+                places = slice(first[peer], first[peer] + count)
+                tokens = routing.packed[rows]
                 bucket = self._buckets[peer, handle.slots[peer]]
-                self.wire.write(
-                    bucket.raw[first[peer] : first[peer] + count],
-                    load.rows,
-                    load.extra,
-                    routing.ids[rows],
-                    routing.weights[rows],
-                    routing.packed[rows],
-                )
+                self.wire.write_payload(bucket.raw[places], load.rows, load.extra, tokens)
+                bucket.topk_idx[places] = routing.ids[rows]
+                bucket.topk_weights[places] = routing.weights[rows]
+                bucket.source[places, 0] = rank
+                bucket.source[places, 1] = tokens
                 begin += count
         return _Arrival(
             self.transport,
             [peer for peer, n in enumerate(plan.recv_rows(rank)) if n],
             self.transport.announce_rows(),
         )
+
+    def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
+        """The metadata is in place already."""
+        return describe(memory, handle, self.wire, self.algorithm, debug=debug)
 
     def load_back(self, slot: int, y: Tensor, handle: Handle, memory: BucketMemory) -> Load:
         """Nothing to do for ``rows.y``; other results are copied there."""
@@ -154,15 +184,20 @@ class OneSidedMover(PackedMover):
             own[:num_rows].copy_(y[:num_rows])
         return Load(own)
 
-    def send_back(self, load: Load, handle: Handle, out: Tensor) -> Callable[[], None]:
+    def send_back(
+        self, load: Load, handle: Handle, out: Tensor, *, staged: bool
+    ) -> Callable[[], None]:
         """Sum results where they lie; the agreement has said that they are there."""
         if load.rows.dtype != self.wire.dtype:
-            return super().send_back(load, handle, out)
+            return super().send_back(load, handle, out, staged=staged)
         rank, plan, routing = self.transport.rank, handle.plan, handle.routing
         assert isinstance(routing, Routing)
         first, counts = plan.first[rank].tolist(), plan.send_rows(rank)
         parts = []
         for peer, count in enumerate(counts):
+            # What others read here counts as sent to them.
+            num_bytes = plan.recv_rows(rank)[peer] * self.wire.hidden * self.wire.dtype.itemsize
+            self.transport.bytes_to[peer] += num_bytes
             if count:
                 y = self._buckets[peer, handle.slots[peer]].y
                 parts.append(y[first[peer] : first[peer] + count])

@@ -7,10 +7,11 @@ ranks are found as everywhere. Rows are moved by ``crossdock.dispatch.nvshmem.mo
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,10 +50,10 @@ class NvshmemTransport(Transport):
             )
         self._host = host
         self.ledger = host.ledger
-        torch.cuda.set_device(device)
-        torch.cuda.synchronize(device)  # NVSHMEM joins the context that torch has made
-        self.runtime = Runtime(host, device)
-        self._reports: weakref.WeakKeyDictionary[object, Tensor] = weakref.WeakKeyDictionary()
+        torch.cuda.set_device(self.device)
+        torch.cuda.synchronize(self.device)  # NVSHMEM joins the context that torch has made
+        self.runtime = Runtime(host, self.device)
+        self._late: dict[int, npt.NDArray[np.int64]] = {}
         self._num_owners = 0
         self._discarded: dict[int, Sequence[Symmetric]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -85,9 +86,9 @@ class NvshmemTransport(Transport):
     def require_working(self) -> None:
         """Raise what broke the transport, waits on the device that ended in vain included."""
         if self.ledger.broken is None:
-            for late in self._reports.values():
+            for late in self._late.values():
                 if late.any():
-                    missing = dict.fromkeys(late.nonzero().flatten().tolist(), "did not arrive")
+                    missing = {int(rank): "did not arrive" for rank in late.nonzero()[0]}
                     raise self.break_with(missing, "a kernel")
         super().require_working()
 
@@ -105,15 +106,19 @@ class NvshmemTransport(Transport):
 
     # ---- what movers ask -----------------------------------------------------------------------
 
-    def watch(self, owner: object, late: Tensor) -> int:
-        """Look at a kernels' report (pinned int64 [R], not 0 for a late rank) in every call.
+    def watch(self, late: Tensor) -> int:
+        """Look at what kernels report (pinned int64 [R], not 0 for a late rank) in every call.
 
         Returns:
-            A number for the owner, equal on all ranks.
+            A number for whose they are, equal on all ranks.
         """
-        self._reports[owner] = late
         self._num_owners += 1
+        self._late[self._num_owners] = late.numpy()
         return self._num_owners
+
+    def unwatch(self, owner: int) -> None:
+        """Look no more."""
+        self._late.pop(owner, None)
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -124,11 +129,12 @@ class NvshmemTransport(Transport):
         if torch.cuda.is_current_stream_capturing():
             yield
             return
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_event(self._last)
-        yield
-        self._last.record(stream)
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream(self.device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_event(self._last)
+            yield
+            self._last.record(stream)
         self._stream = stream
 
     def discard(self, key: int, memories: Sequence[Symmetric]) -> None:

@@ -18,7 +18,7 @@ from crossdock.launch.config import Job
 from crossdock.launch.report import versions
 from crossdock.launch.screen import make_table
 
-__all__ = ["bench_dispatch", "show_dispatch"]
+__all__ = ["bench_dispatch", "check_against_oracle", "show_dispatch"]
 
 _DEFINITIONS = {
     "dispatch": "Dispatcher.dispatch, call to return: checks, routing, agreement, rows, unpacking",
@@ -53,7 +53,7 @@ def bench_dispatch(job: Job, transport: Transport, *, rounds: int = 20) -> dict[
     with Dispatcher(
         job.dispatch_config, transport, topology=job.topology, placement=job.placement
     ) as dispatcher:
-        _check_against_oracle(job, transport, dispatcher, tokens)
+        check_against_oracle(job, transport, dispatcher, tokens)
         rows, handle = dispatcher.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         rows.y[: rows.num_rows] = 1
         dispatcher.combine(rows.y, handle)
@@ -155,7 +155,7 @@ def _result(
     }
 
 
-def _check_against_oracle(
+def check_against_oracle(
     job: Job, transport: Transport, dispatcher: Dispatcher, tokens: list[Tokens]
 ) -> None:
     """One step of at most 256 tokens a rank must be bit-equal to the oracle's."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from crossdock.dispatch import DispatchConfig, Dispatcher, Handle, ReceivedRows, connect
-from crossdock.dispatch.nvshmem.launch import SOURCES
+from crossdock.dispatch.nvshmem import launch
+from crossdock.dispatch.nvshmem.launch import SOURCES, Shape
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.transports.base import Transport
 from crossdock.scratch.kernels import load_kernel
@@ -33,11 +35,13 @@ logger = logging.getLogger(__name__)
 ROUNDS = 30
 WARM_UP = 5
 HIDDEN, NUM_EXPERTS, TOP_K = 7168, 256, 8
+CEILING_SHAPES = (Shape(2, 256, 4), Shape(4, 256, 4), Shape(4, 512, 2), Shape(7, 256, 2))
 
 DEFINITIONS = {
     "dispatch": "graph: checks, routing, agreement, rows, metadata, arrival",
     "dispatch ceiling": "graph: a flag barrier, a kernel that reads each token once and writes as "
-    "many rows with plain 16-byte accesses, a flag barrier; all ranks together",
+    "many rows with plain 16-byte accesses, a flag barrier; all ranks together; the fastest of "
+    "several shapes (units of a lane, threads, blocks of an SM)",
     "combine": "graph: ready signals, sum of rows.y where it lies",
     "combine ceiling": "as above, reading the rows and writing one a token",
     "combine, foreign y": "the same with y in another tensor: one copy more",
@@ -91,6 +95,11 @@ def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, A
         "hidden": HIDDEN,
         "top_k": TOP_K,
         "rounds": rounds,
+        "shapes": {
+            "rows": tuple(launch.ROWS),
+            "rows, fp8": tuple(launch.ROWS_FP8),
+            "combine": tuple(launch.COMBINE),
+        },
         "device": torch.cuda.get_device_name(transport.device),
         "sms": torch.cuda.get_device_properties(transport.device).multi_processor_count,
         "uniform": uniform,
@@ -147,11 +156,13 @@ def _measure_case(
             "combine": graphs.combine.replay,
             "dispatch again": graphs.foreign_dispatch.replay,
             "combine, foreign y": graphs.foreign_combine.replay,
-            "dispatch ceiling": ceilings.out.replay,
-            "combine ceiling": ceilings.back.replay,
             "two barriers": ceilings.barriers.replay,
+            **ceilings.out,
+            **ceilings.back,
         }
         times = _measure(transport, candidates, rounds)
+        for call, graphs_of in (("dispatch", ceilings.out), ("combine", ceilings.back)):
+            times[f"{call} ceiling"] = min(times[name] for name in graphs_of)
         times |= _measure_parts(transport, mover, inputs, rounds)
         dispatcher.check()
     row_bytes = HIDDEN * 2
@@ -226,24 +237,32 @@ class _Ceilings:
         first = torch.cat([distinct.new_zeros(1), distinct.cumsum(0)])
         packed = torch.zeros(copies, HIDDEN * 2, dtype=torch.uint8, device=device)
         out = torch.empty_like(inputs.x)
-        fan_out = load_kernel(SOURCES / "ceiling.cu", "fan_out", device=device)
-        fan_in = load_kernel(SOURCES / "ceiling.cu", "fan_in", device=device)
-        blocks = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-        words = HIDDEN * 2 // 16
+        words, written = HIDDEN * 2 // 16, HIDDEN * itemsize // 16
+        present = torch.cuda.get_device_properties(device).multi_processor_count
 
         def barrier() -> None:
             kernels.ready()
             kernels.meet()
 
-        def move_out() -> None:
-            written = HIDDEN * itemsize // 16
-            fan_out(blocks, 512, inputs.x, packed, first, tokens, words, written, device=device)
+        def move(name: str, shape: Shape, *arguments: Tensor | int) -> torch.cuda.CUDAGraph:
+            source = SOURCES / "ceiling.cu"
+            kernel = load_kernel(source, name, device=device, defines=shape.macros())
+            blocks = present * shape.blocks
+            run = partial(kernel, blocks, shape.threads, *arguments, device=device)
+            return _graph_of(barrier, run, barrier)
 
-        def move_back() -> None:
-            fan_in(blocks, 512, packed, out, first, tokens, words, device=device)
-
-        self.out = _graph_of(barrier, move_out, barrier)
-        self.back = _graph_of(barrier, move_back, barrier)
+        self.out = {
+            f"dispatch ceiling {tuple(shape)}": move(
+                "fan_out", shape, inputs.x, packed, first, tokens, words, written
+            ).replay
+            for shape in CEILING_SHAPES
+        }
+        self.back = {
+            f"combine ceiling {tuple(shape)}": move(
+                "fan_in", shape, packed, out, first, tokens, words
+            ).replay
+            for shape in CEILING_SHAPES
+        }
         self.barriers = _graph_of(barrier, barrier)
 
 
@@ -291,7 +310,7 @@ def _measure_parts(
         events[0].record()
         mover._kernels.route(inputs.topk_idx, inputs.topk_weights, way, everywhere=False)
         events[1].record()
-        mover._kernels.rows(slot, inputs.x, way, -1, poison=False)
+        mover._kernels.rows(slot, inputs.x, way, -1, poison=False, staged=True)
         events[2].record()
         mover._kernels.arrive(slot)
         events[3].record()

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 __all__ = ["Host", "Network", "make_network", "why_no_hosts"]
 
 _PREFIX = "crossdock-test"
@@ -55,16 +57,17 @@ def why_no_hosts() -> str | None:
         if shutil.which(tool) is None:
             return f"no {tool}: install iproute2 and util-linux"
     name = f"{_PREFIX}-{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces are not allowed here: {made.stderr.strip()}"
-    linked = subprocess.run(
-        ["ip", "-n", name, "link", "add", "end0", "type", "veth", "peer", "name", "end1"],
-        capture_output=True,
-        text=True,
-    )
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return f"no veth pairs here: {linked.stderr.strip()}" if linked.returncode else None
+    veth = ("type", "veth", "peer", "name", "end1")
+    try:
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", name, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", name, "link", "add", "end0", *veth)
+        _run("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "true")
+    except AssertionError as refused:
+        return f"namespaces are not allowed here: {refused}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return None
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Host:
 
     def lose(self, fraction: float) -> None:
         """Drop a fraction of the packets that come in."""
+        if shutil.which("iptables") is None:
+            pytest.skip("no iptables: apt-get install iptables")
         match = ("-m", "statistic", "--mode", "random", "--probability", str(fraction))
         rule = ("iptables", "-A", "INPUT", "-i", "eth0", *match, "-j", "DROP")
         _run("ip", "netns", "exec", self.namespace, *rule)
@@ -138,6 +143,8 @@ def make_network(
         names: Of the hosts.
         delay_s: Each frame is that long on its way.
     """
+    if delay_s and not Path("/dev/net/tun").exists():
+        pytest.skip("no tap devices: /dev/net/tun is missing")
     _remove_leftovers()
     base = f"{_PREFIX}-{os.getpid()}"
     switch, relays = f"{base}-switch", []

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from crossdock.dispatch import run_local
+from crossdock.dispatch import connect, run_local
+from crossdock.dispatch.transports.base import Transport
 from crossdock.launch import doctor
 from crossdock.launch.batch import make_batch
 from crossdock.launch.bench.dispatch import bench_dispatch
 from crossdock.launch.bench.memory import bench_memory
+from crossdock.launch.bench.transports import bench_transports
 from crossdock.launch.check import find_needs, ranges
 from crossdock.launch.cli import app
+from crossdock.launch.config import Job
 from crossdock.launch.routing import make_routing
 from crossdock.launch.run import run_layer
 from crossdock.launch.schema import schema_text
@@ -93,6 +97,21 @@ def test_bench_checks_and_then_times_beside_its_ceilings(small_job, overrides):
     assert {"dispatch", "combine", "bare all-to-all", "naive dispatch"} <= times.keys()
     assert all(time["least"] <= time["median"] <= time["p99"] for time in times.values())
     assert all(ratio > 0 for ratio in results[0]["ratios"].values())
+
+
+def bench_beside_shm(transport: Transport, job: Job) -> dict[str, Any]:
+    shm = connect("shm")
+    result = bench_transports(job, [transport, shm], rounds=2)
+    shm.close()
+    return result
+
+
+def test_bench_compares_transports_in_one_run(gloo, small_job):
+    job = small_job("run.batch={tokens_per_rank: [9, 1, 4, 2]}")
+    result = gloo(4, bench_beside_shm, job)[0]
+    json.dumps(result)
+    assert {"gloo dispatch", "shm combine", "copy of rows"} <= result["milliseconds"].keys()
+    assert all(ratio > 0 for ratio in result["ratios"].values())
 
 
 def test_bench_of_the_experts_says_what_it_lacks():

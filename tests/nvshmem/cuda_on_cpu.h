@@ -22,6 +22,8 @@
 #undef __shared__
 #undef __forceinline__
 #undef __launch_bounds__
+#undef __noinline__
+#define __noinline__
 #define __global__
 #define __device__
 #define __forceinline__ inline

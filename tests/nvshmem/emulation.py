@@ -10,6 +10,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +40,10 @@ PTX = {
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let ``NvshmemTransport(host, cpu)`` work in this process."""
 
-    def load(path, name, *, device, defines=None):
-        return _Kernel(folder, path, name, tuple(sorted((defines or {}).items())))
+    def load(path, name, num_words, *, device, defines):
+        return _Kernel(folder, path, name, tuple(sorted(defines.items())))
 
-    monkeypatch.setattr(launch_module, "load_kernel", load)
+    monkeypatch.setattr(launch_module, "Launch", load)
     monkeypatch.setattr(mover_module, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
     monkeypatch.setattr(transport_module, "Runtime", _Runtime)
     event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
@@ -50,6 +51,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=2),
         "synchronize": lambda *_: None,
         "set_device": lambda *_: None,
+        "device": lambda _: nullcontext(),
         "Event": lambda: event,
         "is_current_stream_capturing": lambda: getattr(_thread, "captures", False),
         "current_stream": lambda *_: None,
@@ -101,8 +103,7 @@ class _Kernel:
             self._library = _build(folder, path, defines)
         self._entry = getattr(self._library, name)
 
-    def __call__(self, grid, block, *arguments, device) -> None:
-        words = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    def __call__(self, grid: int, block: int, *words: int) -> None:
         packed = (ctypes.c_longlong * 12)(*words)
         self._library.launch(self._entry, grid, block, packed)
 

@@ -42,6 +42,7 @@ def few_shapes_are_exact(transport: Transport) -> None:
     [
         few_shapes_are_exact,
         checks.fp8_is_the_quantiser_s_bits,
+        checks.fp8_of_extreme_numbers_is_the_quantiser_s_too,
         checks.a_handle_s_way_is_taken_again,
         checks.any_y_and_out_will_do,
         checks.bad_input_on_one_rank_is_everybody_s_error,

@@ -90,7 +90,7 @@ def test_a_rank_without_memory_for_its_blocks_fails_all(ranks):
 def steps_with_delays(transport: Transport, case: Case, seed: int) -> list:
     """Sleep at random points: before a counter is set, and before records are read."""
     rng = random.Random(seed * 100 + transport.rank)
-    post, wait = shm._FutexSignals.post, shm._FutexSignals.wait
+    post, wait = shm.FutexSignals.post, shm.FutexSignals.wait
 
     def nap() -> None:
         if rng.random() < 0.3:
@@ -105,8 +105,8 @@ def steps_with_delays(transport: Transport, case: Case, seed: int) -> list:
         nap()
 
     with (
-        patch.object(shm._FutexSignals, "post", late_post),
-        patch.object(shm._FutexSignals, "wait", late_wait),
+        patch.object(shm.FutexSignals, "post", late_post),
+        patch.object(shm.FutexSignals, "wait", late_wait),
     ):
         return all_steps(transport, case)
 
@@ -385,3 +385,20 @@ def open_and_close(pooled: Transport) -> list[tuple[int, int]]:
 def test_a_closed_transport_lets_go_of_memory_and_descriptors(pools):
     for seen in pools.get(2).run(open_and_close):
         assert len(set(seen[2:])) == 1, seen
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+def bytes_of_a_step(transport: Transport, case: Case) -> tuple[list[int], list[int]]:
+    with case.dispatcher(transport) as dispatcher:
+        rows, handle = send(dispatcher, case.batch(0, transport.rank), transport.device)
+        after_dispatch = list(transport.bytes_to)
+        dispatcher.combine(rows.y.fill_(1.0), handle)
+        return after_dispatch, list(transport.bytes_to)
+
+
+@pytest.mark.parametrize("algorithm", ["alltoall", "allgather"])
+def test_bytes_are_counted_as_where_blocks_are_sent(ranks, pools, algorithm):
+    case = simple_case([(9, 0, 14)], algorithm=algorithm)
+    assert ranks(3, bytes_of_a_step, case) == pools.get(3).run(bytes_of_a_step, case)
