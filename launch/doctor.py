@@ -133,10 +133,8 @@ def _nccl() -> Finding:
 
 
 def _nvshmem() -> Finding:
-    missing = [name for name in ("nvshmem", "cupy") if importlib.util.find_spec(name) is None]
-    if missing:
-        detail = f"{' and '.join(missing)} missing: {_NVSHMEM_HINT}"
-        return Finding(name="NVSHMEM", ok=False, detail=detail)
+    if importlib.util.find_spec("nvshmem") is None:
+        return Finding(name="NVSHMEM", ok=False, detail=f"nvshmem4py missing: {_NVSHMEM_HINT}")
     return Finding(name="NVSHMEM", ok=True, detail="Python bindings are installed")
 
 
