@@ -79,7 +79,7 @@ def find_transports() -> Iterator[Finding]:
             yield Finding(name=name, ok=False, detail="not in this version of crossdock")
         else:
             yield Finding(name=name, ok=lack is None, detail=lack or "ready")
-    choice = "nccl" if gpu else "gloo"
+    choice = "nccl" if gpu else "gloo, and hierarchical where ranks are on several hosts"
     yield Finding(name="auto", ok=None, detail=f"takes {choice}: torch sees {_gpu_words()}")
 
 

@@ -46,7 +46,8 @@ def connect(
         name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), ``"mpi"`` (either), ``"shm"`` (CPU, one node), or
             ``"nvshmem"`` (CUDA, GPUs that reach each other's memory), ``"hierarchical"`` (two of
             them: each token once to every node), or ``"auto"``: NCCL where this rank's device is
-            a GPU, gloo elsewhere; hierarchical where ranks are on several hosts, as many on each.
+            a GPU, gloo elsewhere; hierarchical where CPU ranks are on several hosts, as many on
+            each.
         group: Ranks that form the EP group. A torch process group; by default the default group,
             which is made from the launcher's environment if nobody has. For ``"mpi"``, and for
             ``"shm"`` and ``"nvshmem"`` if they shall do without torch's process groups: an mpi4py
@@ -170,7 +171,8 @@ def _connect_auto(join: _Join) -> Transport:
     flat = join.over(join.default)
     assert isinstance(flat, ProcessGroupTransport | MpiTransport)
     nodes = find_nodes(flat)
-    if len(nodes) == 1 or len(nodes) == flat.world_size:
+    # Two levels have not been tried on GPUs of several hosts: there they must be asked for.
+    if join.device.type == "cuda" or len(nodes) in (1, flat.world_size):
         return flat
     try:
         blocks = node_blocks(nodes, None)

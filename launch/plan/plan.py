@@ -165,7 +165,10 @@ def _algorithm(job: Job) -> str:
     """Which of ``ALGORITHMS`` the job's transport and algorithm come to."""
     cluster, dispatch = job.config.cluster, job.config.dispatch
     two_levels = dispatch.transport == "hierarchical" or (
-        dispatch.transport == "auto" and cluster.nodes > 1 and cluster.ranks_per_node > 1
+        dispatch.transport == "auto"
+        and cluster.device == "cpu"
+        and cluster.nodes > 1
+        and cluster.ranks_per_node > 1
     )
     if not two_levels:
         return dispatch.algorithm
