@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -124,5 +125,8 @@ def test_a_stopped_process_is_ended():
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     os.kill(process.pid, signal.SIGSTOP)
     started = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    end_stopped([Process(host=Process.this().host, pid=process.pid, started=started)])
+    stopped = Process(host=Process.this().host, pid=process.pid, started=started)
+    while stopped.trouble() is None:  # a signal takes effect when the process next runs
+        time.sleep(0.01)
+    end_stopped([stopped])
     assert process.wait(10) == -signal.SIGTERM
