@@ -137,6 +137,8 @@ def _check(
     if value.dtype not in dtypes:
         wanted = " or ".join(map(str, dtypes))
         return _routing(f"{name} has dtype {value.dtype}: {wanted} is wanted")
+    if value.layout != torch.strided:
+        return _routing(f"{name} is a {value.layout} tensor: a dense one is wanted")
     if value.device != device:
         return _routing(f"{name} is on {value.device}: this transport's rows live on {device}")
     return None

@@ -89,6 +89,10 @@ def x_on_another_device(inputs: Inputs) -> None:
     inputs.x = inputs.x.to("meta")
 
 
+def x_that_is_sparse(inputs: Inputs) -> None:
+    inputs.x = inputs.x.to_sparse()
+
+
 def x_that_is_no_tensor(inputs: Inputs) -> None:
     inputs.x = inputs.x.tolist()
 
@@ -137,6 +141,7 @@ MISTAKES: dict[Callable[[Inputs], None], str] = {
     x_of_one_dimension: "",
     x_of_three_dimensions: "[1,",
     x_on_another_device: "meta",
+    x_that_is_sparse: "sparse",
     x_that_is_no_tensor: "list",
     fewer_tokens_than_ids: "",
     ids_and_weights_of_different_shapes: "2",
