@@ -237,7 +237,7 @@ _TEXT = slice(_HEADER + _VALUES, _HEADER + _VALUES + _TEXT_BYTES // 8)
 
 
 def _fit(text: str) -> bytearray:
-    raw = text.encode()
+    raw = text.encode(errors="backslashreplace")
     if len(raw) > _TEXT_BYTES:
         raw = raw[: _TEXT_BYTES - 3].decode(errors="ignore").encode() + b"..."
     return bytearray(raw)

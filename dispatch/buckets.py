@@ -62,9 +62,10 @@ class BucketMemory:
         """[C, H] in the model's dtype, taken on first use."""
         if self._y is None:
             wire = self._wire
-            self._y = torch.empty(
-                self.capacity, wire.hidden, dtype=wire.dtype, device=self.raw.device
-            )
+            with torch.inference_mode(False):
+                self._y = torch.empty(
+                    self.capacity, wire.hidden, dtype=wire.dtype, device=self.raw.device
+                )
         return self._y
 
     def poison(self, num_rows: int) -> None:
@@ -90,13 +91,18 @@ class Bucket:
     ) -> None:
         self._allocate = allocate
         self.fixed = fixed_rows is not None
-        self.memory = self._allocate(next_power_of_two(fixed_rows or 0))
+        self.memory = self._take(next_power_of_two(fixed_rows or 0))
         self._prepared: BucketMemory | None = None
 
     @property
     def capacity(self) -> int:
         """C, rows that fit now: 0 or a power of two."""
         return self.memory.capacity
+
+    def _take(self, capacity: int) -> BucketMemory:
+        # Memory taken in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return self._allocate(capacity)
 
     @property
     def newest(self) -> BucketMemory:
@@ -111,7 +117,7 @@ class Bucket:
             with_y: Take ``y`` as well, rather than on its first use.
         """
         if rows > self.capacity:
-            self._prepared = self._allocate(next_power_of_two(rows))
+            self._prepared = self._take(next_power_of_two(rows))
         if with_y:
             self.newest.y()
 

@@ -122,6 +122,10 @@ def check_out(
     problem = _check("out", out, expected, (config.dtype,), device)
     if problem is None and out.shape != (num_tokens, config.hidden):
         return _wrong_shape("out", out, expected)
+    if problem is None and any(
+        n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
+    ):
+        return _routing("out is expanded, so its rows share memory: a tensor of its own is wanted")
     return problem
 
 

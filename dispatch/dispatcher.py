@@ -302,7 +302,9 @@ class Dispatcher:
             problem = Problem(
                 ProblemKind.HANDLE, f"lock: step {in_flight[0]} is in flight; combine it first"
             )
-        elif pair_capacity is not None and (type(pair_capacity) is not int or pair_capacity < 0):
+        elif pair_capacity is not None and (
+            type(pair_capacity) is not int or not 0 <= pair_capacity < 2**63
+        ):
             problem = Problem(
                 ProblemKind.CONFIG,
                 f"lock(pair_capacity={pair_capacity!r}): the pairs that this rank's experts hold, "
@@ -353,7 +355,10 @@ class Dispatcher:
         Args:
             error: What happened; its type and text are what peers see.
         """
-        text = f"{type(error).__name__}: {error}"
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # its __str__ fails too: peers must hear of it all the same
+            text = type(error).__name__
         try:
             self._end(Operation.ABORT, Problem(ProblemKind.FAILED, text))
         except RankTimeout:
@@ -532,15 +537,16 @@ class Dispatcher:
         finish_sum = None
         if handle.plan.total:
             finish_sum = self._mover.send_back(load, handle, out, staged=staged)
+        assert handle.slot is not None
+        slot = self._slots[handle.slot]
+        handle.slot = None  # used up from here on; the slot itself is free when results are home
 
         def finish() -> Tensor:
             if finish_sum is not None:
                 finish_sum()
             else:
                 out.zero_()
-            if handle.slot is not None:
-                self._slots[handle.slot].handle = None
-                handle.slot = None
+            slot.handle = None
             return out
 
         return finish

@@ -27,6 +27,8 @@ class Staging:
         """Uninitialised [rows, width]; what was taken before is overwritten."""
         num_bytes = rows * width * dtype.itemsize
         if num_bytes > self._bytes.numel():
-            self._bytes = self._bytes.new_empty(0)  # let go of the old before taking the new
-            self._bytes = self._bytes.new_empty(num_bytes)
+            # Memory taken in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                self._bytes = self._bytes.new_empty(0)  # let go of the old before taking the new
+                self._bytes = self._bytes.new_empty(num_bytes)
         return self._bytes[:num_bytes].view(dtype).view(rows, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, Optional
@@ -218,3 +219,5 @@ def main() -> None:
     except CrossdockError as error:
         print(f"crossdock: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

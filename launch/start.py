@@ -102,6 +102,9 @@ def first_error(failures: dict[int, ProcessFailure], notes_dir: Path) -> tuple[s
     if notes:
         return notes[0].line, notes[0].exit_code
     rank, failure = by_time[0]
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        return f"rank {rank} was killed by {name}", EXIT_FAILED
     return f"rank {rank} ended with status {failure.exitcode}", failure.exitcode
 
 

@@ -96,9 +96,9 @@ def _run(
         ranks=[RankReport(**rank) for rank in ranks],
         checked=check,
     )
+    report.show(console)
     if json_path is not None:
         write_json(report.as_json(), json_path)
-    report.show(console)
     return report.ok
 
 
@@ -123,9 +123,9 @@ def _bench(
     else:
         result = bench_dispatch(job, transport, rounds=rounds)
     if transport.rank == 0:
+        show_dispatch(result, make_console())
         if json_path is not None:
             write_json(result, json_path)
-        show_dispatch(result, make_console())
     return True
 
 

@@ -77,11 +77,14 @@ class YamlDocument:
         path += (_key_in(target, last, assignment),)
         try:
             target[path[-1]] = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
+        except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"override {assignment}: the value is not YAML: {reason}") from None
         for known in [p for p in self._raw if p[: len(path)] == path]:
-            del self._raw[known], self._lines[known]
+            self._raw.pop(known)
+            self._lines.pop(known, None)
+        for replaced in [p for p in self._overrides if p[: len(path)] == path]:
+            del self._overrides[replaced]
         self._raw[path] = text
         self._overrides[path] = assignment
 
@@ -126,7 +129,9 @@ def read_yaml(path: Path) -> YamlDocument:
         raise ConfigError(f"{path}: not a YAML text file: {reason}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply to be a configuration") from None
-    except (ValueError, TypeError) as error:  # a date of month 13, a list as a key
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # a date of month 13, say
         raise ConfigError(f"{path}: not usable YAML: {error}") from None
     return YamlDocument(path, data, root)
 
@@ -137,6 +142,8 @@ def _read_text(path: Path) -> str:
             raise ConfigError(f"{path}: is a directory; name the YAML file in it")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
+    except ConfigError:
+        raise
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -305,3 +307,32 @@ def different_handles(transport: Transport, operation: str) -> Attempt:
 @pytest.mark.parametrize("operation", ["combine", "dispatch"])
 def test_ranks_that_mean_different_steps_disagree(ranks, operation):
     check_same_error(ranks(2, different_handles, operation), errors.DisagreementError)
+
+
+def combine_begun_twice(transport: Transport) -> tuple[Attempt, Any]:
+    with CASE.dispatcher(transport) as dispatcher:
+        rows, handle = send(dispatcher, CASE.batch(0, transport.rank), transport.device)
+        fill_results(CASE, 0, transport.rank, rows)
+        pending = dispatcher.combine_send(rows.y, handle)
+        seen = attempt(lambda: dispatcher.combine_send(rows.y, handle))
+        pending.wait()
+        return seen, one_step(dispatcher, transport, CASE, 1)
+
+
+def test_a_combine_that_has_begun_is_the_only_one(ranks):
+    results = ranks(2, combine_begun_twice)
+    check_same_error([result[0] for result in results], errors.HandleError)
+    for rank, (_, good) in enumerate(results):
+        check_step(CASE, 1, rank, good)
+
+
+def warmed_up_in_inference_mode(transport: Transport) -> Any:
+    with CASE.dispatcher(transport) as dispatcher:
+        with torch.inference_mode(transport.rank == 1):
+            one_step(dispatcher, transport, CASE, 0)
+        return one_step(dispatcher, transport, CASE, 1)
+
+
+def test_memory_taken_in_inference_mode_serves_outside_of_it(ranks):
+    for rank, good in enumerate(ranks(2, warmed_up_in_inference_mode)):
+        check_step(CASE, 1, rank, good)

@@ -213,3 +213,8 @@ def test_usage_errors_end_with_status_2():
 
     assert CliRunner().invoke(app, ["run"]).exit_code == 2
     assert CliRunner().invoke(app, ["rum"]).exit_code == 2
+
+
+def test_the_last_of_two_overrides_of_one_key_counts(small_job):
+    assert small_job("run.steps=1", "run.steps=2").config.run.steps == 2
+    assert small_job("dispatch.wire=fp8", "dispatch={}").config.dispatch.wire == "payload"
