@@ -143,4 +143,6 @@ def _map(fd: int, num_bytes: int) -> Tensor:
     view = (ctypes.c_uint8 * num_bytes).from_address(address)
     # Tensors keep the view alive; the process' end unmaps what is left.
     weakref.finalize(view, libc.munmap, address, num_bytes).atexit = False
-    return torch.frombuffer(view, dtype=torch.uint8)
+    # A tensor made in inference mode could not be written outside of it.
+    with torch.inference_mode(False):
+        return torch.frombuffer(view, dtype=torch.uint8)
