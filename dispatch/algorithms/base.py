@@ -17,8 +17,6 @@ __all__ = ["Algorithm", "ordered_sum"]
 
 _BLOCK_BYTES = 1 << 20  # of fp32 sums: about what a core's own cache holds
 
-_TOKENS_IN_CACHE = 128
-
 
 class Algorithm(ABC):
     """One way to bring tokens to experts. The way home is the same for all.
