@@ -6,10 +6,11 @@
     buckets     grow or refuse, alike on every rank
     wire        a row and its metadata as one run of bytes
     algorithms  who sends what to whom (alltoall, allgather)
-    transports  how bytes move (process groups, threads)
+    movers      how rows get to their places: packed, one-sided, on two levels
+    transports  how bytes move: process groups, MPI, shared memory, NVSHMEM, threads
 
 ``dispatcher`` strings these together; ``reference`` is the plain answer that all of it must equal.
-This package knows nothing of experts, and takes only ``errors`` and ``jit`` from ``scratch``.
+This package knows nothing of experts, and takes only ``errors`` and the JIT (``jit``, ``kernels``) from ``scratch``.
 """
 
 from crossdock.dispatch import errors

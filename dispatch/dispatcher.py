@@ -183,7 +183,8 @@ class Dispatcher:
             out: [T, H] to write to; a fresh tensor otherwise.
 
         Returns:
-            [T, H] in the config's dtype; 0 for a token without experts.
+            [T, H] in the config's dtype; 0 for a token without experts (with ``allgather``: where
+            the caller wrote 0 for rows without a local expert, as our experts do).
 
         Raises:
             RoutingError: ``y`` or ``out`` of wrong shape, dtype or device on some rank.
