@@ -10,7 +10,8 @@
     transports  how bytes move: process groups, MPI, shared memory, NVSHMEM, threads
 
 ``dispatcher`` strings these together; ``reference`` is the plain answer that all of it must equal.
-This package knows nothing of experts, and takes only ``errors`` and the JIT (``jit``, ``kernels``) from ``scratch``.
+This package knows nothing of experts, and takes only ``errors`` and the JIT (``jit``, ``kernels``)
+from ``scratch``.
 """
 
 from crossdock.dispatch import errors
