@@ -35,7 +35,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
     scale = amax / 448 (the largest e4m3), 1 for a block of zeros; payload = x / scale, rounded to
     nearest even. |x - payload * scale| <= max(|x| / 16, scale / 1024): half a step of a 3-bit
-    mantissa, or of the subnormals.
+    mantissa, or of the subnormals. A block with a NaN is all NaN.
 
     Args:
         x: [T, H] in any floating dtype.
@@ -48,7 +48,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.nn.functional.pad(x.float(), (0, blocks * FP8_BLOCK - hidden))
     wide = wide.view(tokens, blocks, FP8_BLOCK)
     amax = wide.abs().amax(-1)
-    scale = torch.where(amax > 0, amax / FP8_MAX, 1.0)
+    scale = torch.where(amax == 0, 1.0, amax / FP8_MAX)
     # A block of the smallest fp32 numbers has no representable amax / 448.
     scale = scale.clamp_min_(torch.finfo(torch.float32).tiny)
     payload = (wide / scale[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)

@@ -38,6 +38,19 @@ class Kernel:
         """The driver's CUfunction, for launches by other means."""
         return int(self._function)
 
+    def allow_shared_bytes(self, count: int, device: torch.device) -> None:
+        """Let blocks have more shared memory than is allowed by default.
+
+        Raises:
+            RuntimeError: The device has less.
+        """
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        kernel = driver.CUkernel(self.handle)
+        index = device.index or 0
+        _check(driver.cuKernelSetAttribute(attribute, count, kernel, driver.CUdevice(index)))
+
     def __call__(
         self,
         grid: Dim,

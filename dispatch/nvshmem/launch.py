@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crossdock.dispatch.nvshmem.layout import CHUNK, MAX_RANKS
+from crossdock.dispatch.nvshmem.layout import CHUNK, MAX_RANKS, WARP
 from crossdock.dispatch.wire import WireFormat
 from crossdock.scratch.kernels import load_kernel
 
@@ -28,39 +28,58 @@ class Shape(NamedTuple):
         units: Of 8 elements that a lane takes at a time.
         threads: Of a block.
         blocks: On a multiprocessor; with ``threads``, this bounds the registers.
+        stages: Of a lane's units, in shared memory, that are under way or worked on; at least 2.
     """
 
     units: int
     threads: int
     blocks: int
+    stages: int
+
+    def shared_bytes(self, itemsize: int, rows: int) -> int:
+        """Of a block, for stages that hold so many rows of elements of this size."""
+        return self.stages * rows * self.units * self.threads * 8 * itemsize
+
+    def within(self, limit: int, itemsize: int, rows: int) -> Shape:
+        """With as many stages as ``limit`` bytes of a multiprocessor's shared memory hold."""
+        of_a_stage = self.shared_bytes(itemsize, rows) // self.stages
+        stages = (limit // self.blocks - _STATIC_BYTES) // of_a_stage
+        return self._replace(stages=max(2, min(self.stages, stages)))
 
     def macros(self) -> dict[str, str | int]:
         """As the sources know them."""
-        return {"UNITS": self.units, "THREADS": self.threads, "BLOCKS": self.blocks}
+        return {name.upper(): value for name, value in self._asdict().items()}
 
 
 # Of those tried on an H200; see docs/benchmarks.
-ROWS = Shape(4, 384, 2)
-ROWS_FP8 = Shape(4, 384, 2)
-COMBINE = Shape(1, 384, 2)
+ROWS = Shape(4, 128, 2, 4)
+ROWS_FP8 = Shape(4, 384, 2, 2)
+COMBINE = Shape(4, 128, 2, 2)
+COMBINE_ROWS = 4  # ranks of a stage, BATCH in combine.cu
+_STATIC_BYTES = 4 << 10  # at most, of shared memory besides stages
+_HOPPER = 227 << 10  # bytes of a multiprocessor's shared memory
 
 
-def variants() -> list[tuple[str, dict[str, str | int]]]:
-    """Every source with every set of macros that a dispatcher may ask for."""
-    types = C_TYPES.values()
+def variants(shared_bytes: int = _HOPPER) -> list[tuple[str, dict[str, str | int]]]:
+    """Every source with every set of macros that a dispatcher may ask for on such a GPU."""
     found: list[tuple[str, dict[str, str | int]]] = [("signals.cu", {})]
     found += [("route.cu", {"ID": name}) for name in ID_TYPES.values()]
-    found += [
-        ("rows.cu", {"ELEM": name, "FP8": fp8, **(ROWS_FP8 if fp8 else ROWS).macros()})
-        for name in types
-        for fp8 in (0, 1)
-    ]
-    found += [
-        ("combine.cu", {"PARTIAL": partial, "OUT": out, **COMBINE.macros()})
-        for partial in types
-        for out in types
-    ]
+    for dtype, name in C_TYPES.items():
+        for fp8 in (False, True):
+            rows = _rows_shape(dtype, fp8=fp8, shared_bytes=shared_bytes)
+            found.append(("rows.cu", {"ELEM": name, "FP8": int(fp8), **rows.macros()}))
+        combine = _combine_shape(dtype, shared_bytes=shared_bytes)
+        for out in C_TYPES.values():
+            found.append(("combine.cu", {"PARTIAL": name, "OUT": out, **combine.macros()}))
     return found
+
+
+def _rows_shape(dtype: torch.dtype, *, fp8: bool, shared_bytes: int) -> Shape:
+    return (ROWS_FP8 if fp8 else ROWS).within(shared_bytes, dtype.itemsize, 1)
+
+
+def _combine_shape(partial: torch.dtype, *, shared_bytes: int) -> Shape:
+    return COMBINE.within(shared_bytes, partial.itemsize, COMBINE_ROWS)
 
 
 class Launch:
@@ -72,6 +91,7 @@ class Launch:
         num_words: Its parameters, each a pointer or a ``long long``.
         device: Whose context; must be current when it is called.
         defines: Macros.
+        shared_bytes: Of a block, besides what the source declares.
     """
 
     def __init__(
@@ -82,8 +102,12 @@ class Launch:
         *,
         device: torch.device,
         defines: dict[str, str | int],
+        shared_bytes: int = 0,
     ) -> None:
         self._kernel = load_kernel(path, name, device=device, defines=defines)
+        if shared_bytes:
+            self._kernel.allow_shared_bytes(shared_bytes, device)
+        self._shared_bytes = shared_bytes
         self._device = device
         self._handle = ctypes.c_void_p(self._kernel.handle)
         self._words = (ctypes.c_longlong * num_words)()
@@ -100,7 +124,17 @@ class Launch:
         self._words[:] = words  # type: ignore[call-overload]
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         status = self._launch(
-            self._handle, grid, 1, 1, block, 1, 1, 0, stream, self._pointers, None
+            self._handle,
+            grid,
+            1,
+            1,
+            block,
+            1,
+            1,
+            self._shared_bytes,
+            stream,
+            self._pointers,
+            None,
         )
         if status:
             raise RuntimeError(f"cuLaunchKernel: CUDA error {status}")
@@ -129,18 +163,25 @@ class Kernels:
         self._group_tensor = group  # kept alive
         self._group = group.data_ptr()
         model = C_TYPES[wire.dtype]
-        self._rows_shape = ROWS_FP8 if wire.fp8 else ROWS
+        shared_bytes = _shared_bytes(device)
+        self._rows_shape = _rows_shape(wire.dtype, fp8=wire.fp8, shared_bytes=shared_bytes)
         macros = self._rows_shape.macros() | {"ELEM": model, "FP8": int(wire.fp8)}
-        self._rows = self._load("rows", 8, macros)
+        stages = self._rows_shape.shared_bytes(wire.dtype.itemsize, 1)
+        self._rows = self._load("rows", 8, macros, shared_bytes=stages)
         self._arrive = self._load("arrive", 2, {}, source="signals")
         self._ready = self._load("ready", 1, {}, source="signals")
         self._meet = self._load("meet", 1, {}, source="signals")
         self._routes = {d: self._load("route", 6, {"ID": c}) for d, c in ID_TYPES.items()}
         # Loading may not be recorded in a graph, so it does not wait for first use.
-        self._combines = {
-            dtype: self._load("combine", 8, COMBINE.macros() | {"PARTIAL": c, "OUT": model})
-            for dtype, c in C_TYPES.items()
-        }
+        self._combines = {}
+        for dtype, name in C_TYPES.items():
+            shape = _combine_shape(dtype, shared_bytes=shared_bytes)
+            self._combines[dtype] = self._load(
+                "combine",
+                8,
+                shape.macros() | {"PARTIAL": name, "OUT": model},
+                shared_bytes=shape.shared_bytes(dtype.itemsize, COMBINE_ROWS),
+            )
 
     def route(self, ids: Tensor, weights: Tensor, way: Tensor, *, everywhere: bool) -> None:
         """Check ids [T, K] and weights, and find every row's place."""
@@ -162,7 +203,7 @@ class Kernels:
         """Exchange records, write rows to their places, and unless staged wait for everybody's."""
         self._rows(
             self._blocks(self._rows_shape),
-            self._rows_shape.threads,
+            self._rows_shape.threads + WARP,  # one writes metadata
             self._group,
             slot.data_ptr(),
             x.data_ptr(),
@@ -211,12 +252,29 @@ class Kernels:
         return present * shape.blocks if self._num_sms is None else min(self._num_sms, present)
 
     def _load(
-        self, name: str, num_words: int, defines: dict[str, str | int], *, source: str | None = None
+        self,
+        name: str,
+        num_words: int,
+        defines: dict[str, str | int],
+        *,
+        source: str | None = None,
+        shared_bytes: int = 0,
     ) -> Launch:
-        path = SOURCES / f"{source or name}.cu"
-        return Launch(path, name, num_words, device=self._device, defines=defines)
+        return Launch(
+            SOURCES / f"{source or name}.cu",
+            name,
+            num_words,
+            device=self._device,
+            defines=defines,
+            shared_bytes=shared_bytes,
+        )
 
 
 @cache
 def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)

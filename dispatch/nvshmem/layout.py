@@ -14,6 +14,7 @@ from crossdock.dispatch.wire import WireFormat, num_blocks
 __all__ = [
     "CHUNK",
     "MAX_RANKS",
+    "WARP",
     "BucketLayout",
     "Kind",
     "Report",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 CHUNK = 128
+WARP = 32
 MAX_RANKS = 64
 _CODE_BITS = 24
 _HEADER = 5

@@ -31,6 +31,7 @@
 #define __shared__ static thread_local
 
 using std::isfinite;
+using std::isinf;
 using std::max;
 using std::min;
 
@@ -75,6 +76,7 @@ static inline int count_votes(int vote) {
 static inline int __syncthreads_or(int vote) { return count_votes(vote) > 0; }
 static inline int __syncthreads_and(int vote) { return count_votes(vote) == static_cast<int>(blockDim.x); }
 
+static inline size_t __cvta_generic_to_shared(void* at) { return reinterpret_cast<size_t>(at); }
 static inline void meet_warp() { meet(warp_barriers[threadIdx.x / 32], 32); }
 template <class T> static inline T from_lane(T value, int lane) {
   const int warp = threadIdx.x / 32 * 32;
@@ -85,6 +87,7 @@ template <class T> static inline T from_lane(T value, int lane) {
   meet_warp();
   return other;
 }
+static inline void __syncwarp() { meet_warp(); }
 template <class T> static inline T __shfl_sync(unsigned, T value, int lane) { return from_lane(value, lane & 31); }
 template <class T> static inline T __shfl_xor_sync(unsigned, T value, int apart) {
   return from_lane(value, (threadIdx.x & 31) ^ apart);
@@ -114,6 +117,9 @@ static inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_C
 template <class T> static inline T __ldcg(const T* at) { return *at; }
 template <class T> static inline T __ldcs(const T* at) { return *at; }
 template <class T> static inline void __stcs(T* at, T value) { *at = value; }
+static inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff);
+}
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffsll(unsigned long long x) { return __builtin_ffsll(x); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }

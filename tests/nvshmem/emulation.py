@@ -34,13 +34,16 @@ PTX = {
     r"ld\.acquire": "sched_yield(); value = __atomic_load_n(at, __ATOMIC_ACQUIRE);",
     r"st\.release": "__atomic_store_n(at, value, __ATOMIC_RELEASE);",
     r"globaltimer": "now = std::chrono::steady_clock::now().time_since_epoch().count();",
+    r"rcp\.approx": "guess = 1 / x;",
+    r"cp\.async\.cg": "*to = *from;",
+    r"cp\.async\.(?:commit|wait)_group": "",
 }
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let ``NvshmemTransport(host, cpu)`` work in this process."""
 
-    def load(path, name, num_words, *, device, defines):
+    def load(path, name, num_words, *, device, defines, shared_bytes=0):
         return _Kernel(folder, path, name, tuple(sorted(defines.items())))
 
     monkeypatch.setattr(launch_module, "Launch", load)
@@ -48,7 +51,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(transport_module, "Runtime", _Runtime)
     event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
     for name, fake in {
-        "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=2),
+        "get_device_properties": lambda _: SimpleNamespace(
+            multi_processor_count=2, shared_memory_per_multiprocessor=227 << 10
+        ),
         "synchronize": lambda *_: None,
         "set_device": lambda *_: None,
         "device": lambda _: nullcontext(),
@@ -112,7 +117,8 @@ class _Kernel:
 def _build(folder: Path, path: Path, defines: tuple) -> ctypes.CDLL:
     text = _inline(path)
     for pattern, plain in PTX.items():
-        text = re.sub(rf'asm volatile\("[^"]*{pattern}[^;]*;"[^;]*;', plain, text)
+        text = re.sub(rf'asm(?: volatile)?\("[^"]*{pattern}[^;]*;"[^;]*;', plain, text)
+    text = text.replace("extern __shared__ uint4 stages[]", "__shared__ uint4 stages[1 << 14]")
     assert "asm" not in text
     stem = "-".join([path.stem, *(re.sub(r"\W", "", str(value)) for _, value in defines)])
     source, library = folder / f"{stem}.cpp", folder / f"{stem}.so"

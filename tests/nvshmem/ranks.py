@@ -76,13 +76,14 @@ def fp8_is_the_quantiser_s_bits(transport: Transport) -> None:
 
 
 def fp8_of_extreme_numbers_is_the_quantiser_s_too(transport: Transport) -> None:
-    """From the smallest fp32 numbers to the largest, zeros, and blocks of one magnitude."""
+    """From the smallest fp32 numbers to the largest, zeros of both signs, and what is no number."""
     ranks = transport.world_size
     case = simple_case([(90,) * ranks], hidden=264, dtype=torch.float32, wire="fp8", top_k=2)
     batch = case.batch(0, transport.rank)
     sent = torch.randn(ranks, 90, 264, generator=torch.Generator().manual_seed(3))
     sent *= torch.logspace(-44, 38, 90)[:, None]
-    sent[:, 7], sent[:, 8, 3:] = 0, 0
+    sent[:, 7], sent[:, 8, 3:], sent[:, 50, ::3] = 0, 0, -0.0
+    sent[:, 51, 5], sent[:, 52, 5] = float("-inf"), float("nan")
     with case.dispatcher(transport) as dispatcher:
         rows, handle = dispatcher.dispatch(
             sent[transport.rank].to(transport.device),
@@ -92,9 +93,11 @@ def fp8_of_extreme_numbers_is_the_quantiser_s_too(transport: Transport) -> None:
         n = rows.num_rows
         source = rows.source[:n].cpu()
         payload, scale = quantize(sent[source[:, 0], source[:, 1]])
-        assert torch.equal(rows.scale[:n].cpu(), scale)
-        seen = rows.x[:n].cpu().view(torch.uint8)
-        assert torch.equal(seen, payload.view(torch.uint8))
+        assert torch.equal(rows.scale[:n].cpu().nan_to_num(-1), scale.nan_to_num(-1))
+        seen, nan = rows.x[:n].cpu(), payload.float().isnan()
+        assert torch.equal(seen.float().isnan(), nan)
+        bits = (part.view(torch.uint8).masked_fill(nan, 0) for part in (seen, payload))
+        assert torch.equal(*bits)
         dispatcher.combine(rows.y, handle)
 
 
