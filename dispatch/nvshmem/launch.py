@@ -52,8 +52,8 @@ class Shape(NamedTuple):
 
 
 # Of those tried on an H200; see docs/benchmarks.
-ROWS = Shape(4, 128, 2, 4)
-ROWS_FP8 = Shape(4, 384, 2, 2)
+ROWS = Shape(4, 128, 1, 6)
+ROWS_FP8 = Shape(4, 128, 2, 4)
 COMBINE = Shape(4, 128, 2, 2)
 COMBINE_ROWS = 4  # ranks of a stage, BATCH in combine.cu
 _STATIC_BYTES = 4 << 10  # at most, of shared memory besides stages
