@@ -36,6 +36,7 @@ INDEX = SOURCES / "index.cu"
 MAX_EXPERTS = 1024
 CHUNK = 1024  # ids of a block at a time, in index.cu
 INDEX_THREADS = 512
+CHUNK_THREADS = 256  # of place_chunk
 WARPS = 8  # of a block of move_rows
 WORDS_IN_FLIGHT = 4  # UNROLL in rows.cu
 SUM_THREADS = 128  # THREADS in unpermute.cu
@@ -110,7 +111,9 @@ def index(topk_idx: Tensor, scratch: PermuteScratch, permuted: Permuted) -> None
     num_pairs = permuted.source.numel()
     if num_slots <= CHUNK:
         place_chunk = load_kernel(INDEX, "place_chunk", device=device, defines=defines)
-        place_chunk(1, INDEX_THREADS, *ids, num_pairs, *results, device=device)
+        num_warps = scratch.num_local_experts + 1 + num_slots  # one an offset, one a slot
+        num_blocks = math.ceil(num_warps / (CHUNK_THREADS // 32))
+        place_chunk(num_blocks, CHUNK_THREADS, *ids, num_pairs, *results, device=device)
         return
     tile = math.ceil(num_slots / (MAX_TILES * CHUNK)) * CHUNK
     num_tiles = math.ceil(num_slots / tile)

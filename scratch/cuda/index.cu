@@ -3,7 +3,7 @@
 //   count_tiles   how many ids of each expert lie in each tile of consecutive slots (row * K + k)
 //   place_pairs   offsets; per tile, what lies before it; per id, its rank inside the tile
 //
-//   place_chunk   the same where all ids are one chunk (decode): one block, no counts, one launch
+//   place_chunk   the same where all ids are one chunk (decode): by comparing, in one launch
 //
 // A tile is a run of slots that one block owns, so ties keep slot order. EXPERTS is the number of
 // local experts rounded up to a power of two from 32 to 1024.
@@ -13,6 +13,7 @@ constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / WARP;
 constexpr int ITEMS = 2;               // ids of a thread in one chunk
 constexpr int CHUNK = THREADS * ITEMS; // ids of a block at a time; a tile is a multiple of it
+constexpr int CHUNK_THREADS = 256;     // of place_chunk
 
 static_assert(EXPERTS >= 32 && EXPERTS <= 1024 && (EXPERTS & (EXPERTS - 1)) == 0);
 
@@ -139,21 +140,20 @@ __device__ __forceinline__ void sum_over_experts(const int (&all)[EXPERTS], int 
   }
 }
 
-// ONE_CHUNK: see place_chunk. It is a program of its own because at that size most of the time goes
-// into fetching instructions.
-template <bool ONE_CHUNK>
-__device__ __forceinline__ void place(const i64* __restrict__ topk_idx, i64 num_slots, i64 top_k,
-                                      i64 num_experts, i64 num_pairs, i64 tile,
-                                      const int* __restrict__ counts, i64* __restrict__ offsets,
-                                      int* __restrict__ inverse, int* __restrict__ source) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
+            i64 num_experts, i64 num_pairs, i64 tile, const int* __restrict__ counts,
+            i64* __restrict__ offsets, int* __restrict__ inverse, int* __restrict__ source) {
   alignas(16) __shared__ unsigned short in_warp[WARPS][EXPERTS]; // then: what lies in earlier warps
   __shared__ int next[EXPERTS];                                  // the next free pair of an expert
   __shared__ int in_chunk[EXPERTS];
   __shared__ int all[EXPERTS];
+  start_dependents();
+  const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
   const int warp = threadIdx.x / WARP;
   const int lane = threadIdx.x % WARP;
-  const i64 begin = ONE_CHUNK ? 0 : blockIdx.x * tile;
-  const i64 end = ONE_CHUNK ? num_slots : min(begin + tile, num_slots);
+  const i64 begin = blockIdx.x * tile;
+  const i64 end = min(begin + tile, num_slots);
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] = all[e] = 0;
   int id[ITEMS], rank[ITEMS];
   for (i64 chunk = begin;; chunk += CHUNK) {
@@ -164,10 +164,7 @@ __device__ __forceinline__ void place(const i64* __restrict__ topk_idx, i64 num_
     rank_in_warp(topk_idx, first, end, num_experts, in_warp[warp], lane, id, rank);
     __syncthreads();
     sum_over_warps(in_warp, in_chunk);
-    if (ONE_CHUNK) {
-      __syncthreads();
-      sum_over_experts(in_chunk, next, num_experts, num_pairs, offsets, lane, warp);
-    } else if (chunk == begin) { // up to here nothing came from count_tiles
+    if (chunk == begin) { // up to here nothing came from count_tiles
       await_predecessor();
       sum_over_tiles(counts, all, next);
       __syncthreads();
@@ -186,28 +183,61 @@ __device__ __forceinline__ void place(const i64* __restrict__ topk_idx, i64 num_
       }
       inverse[slot] = pair;
     }
-    if (ONE_CHUNK || chunk + CHUNK >= end) break;
+    if (chunk + CHUNK >= end) break;
     __syncthreads();
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] += in_chunk[e];
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
-            i64 num_experts, i64 num_pairs, i64 tile, const int* __restrict__ counts,
-            i64* __restrict__ offsets, int* __restrict__ inverse, int* __restrict__ source) {
-  start_dependents();
-  const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
-  place<false>(topk_idx, num_slots, top_k, num_experts, num_pairs, tile, counts, offsets, inverse,
-               source);
-}
+__device__ __forceinline__ unsigned is_negative(int x) { return static_cast<unsigned>(x) >> 31; }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// A warp finds one offset or one pair: as many keys are smaller than its own. This is more work than
+// counting, but less to wait for, and that decides here: one barrier, a third of the code to fetch.
+extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 place_chunk(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
             i64 num_experts, i64 num_pairs, i64* __restrict__ offsets, int* __restrict__ inverse,
             int* __restrict__ source) {
+  constexpr int SHARE = CHUNK / CHUNK_THREADS; // ids of a thread
+  constexpr int NONE = 0x7fffffff;             // above every key
+  alignas(16) __shared__ int keys[CHUNK];      // by id, then by slot
   start_dependents();
-  const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
-  place<true>(topk_idx, num_slots, top_k, num_experts, num_pairs, CHUNK, nullptr, offsets, inverse,
-              source);
+  const int num_slots = static_cast<int>(count_of(device_num_rows, num_rows) * top_k);
+  i64 id[SHARE];
+#pragma unroll
+  for (int j = 0; j < SHARE; ++j) { // all on their way before the first is used
+    const int slot = j * CHUNK_THREADS + threadIdx.x;
+    id[j] = slot < num_slots ? topk_idx[slot] : -1;
+  }
+#pragma unroll
+  for (int j = 0; j < SHARE; ++j) {
+    const int slot = j * CHUNK_THREADS + threadIdx.x;
+    keys[slot] = is_local(id[j], num_experts) ? static_cast<int>(id[j]) * CHUNK + slot : NONE;
+  }
+  __syncthreads();
+  // The grid's first num_experts + 1 warps are for offsets, the others for slots.
+  const int lane = threadIdx.x % WARP;
+  const int expert = (blockIdx.x * CHUNK_THREADS + threadIdx.x) / WARP;
+  const int slot = expert - static_cast<int>(num_experts) - 1;
+  if (slot >= num_slots) return;
+  const int key = slot < 0 ? expert * CHUNK : keys[slot];
+  unsigned smaller = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNK / (4 * WARP); ++i) {
+    const int4 other = reinterpret_cast<const int4*>(keys)[i * WARP + lane];
+    smaller += is_negative(other.x - key) + is_negative(other.y - key) +
+               is_negative(other.z - key) + is_negative(other.w - key);
+  }
+  int pair = static_cast<int>(__reduce_add_sync(ALL_LANES, smaller));
+  if (lane > 0) return;
+  if (slot < 0) {
+    offsets[expert] = min(static_cast<i64>(pair), num_pairs);
+    return;
+  }
+  if (key == NONE || pair >= num_pairs) { // the caller promised that there is room
+    pair = -1;
+  } else { // slot / top_k, exact: no other row is nearer than half a slot
+    const float slots_of_row = static_cast<float>(static_cast<unsigned>(top_k));
+    source[pair] = static_cast<int>(__fdividef(slot + 0.5f, slots_of_row));
+  }
+  inverse[slot] = pair;
 }
