@@ -17,12 +17,21 @@ constexpr int CHUNK_THREADS = 256;     // of place_chunk
 
 static_assert(EXPERTS >= 32 && EXPERTS <= 1024 && (EXPERTS & (EXPERTS - 1)) == 0);
 
+// Experts by threads. The trip count is a constant, which threadIdx.x as a start would hide.
+template <class F> __device__ __forceinline__ void for_my_experts(F&& work) {
+#pragma unroll
+  for (int first = 0; first < EXPERTS; first += THREADS) {
+    const int e = first + threadIdx.x;
+    if (EXPERTS % THREADS == 0 || e < EXPERTS) work(e);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 count_tiles(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 num_rows, i64 top_k,
             i64 num_experts, i64 tile, int* __restrict__ counts) {
   __shared__ int histogram[EXPERTS];
   start_dependents();
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) histogram[e] = 0;
+  for_my_experts([&](int e) { histogram[e] = 0; });
   __syncthreads();
   const i64 num_slots = count_of(device_num_rows, num_rows) * top_k;
   const i64 begin = blockIdx.x * tile;
@@ -46,9 +55,8 @@ count_tiles(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 nu
     }
   }
   __syncthreads();
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
-    counts[static_cast<i64>(blockIdx.x) * EXPERTS + e] = histogram[e];
-  }
+  int* mine = counts + static_cast<i64>(blockIdx.x) * EXPERTS;
+  for_my_experts([&](int e) { mine[e] = histogram[e]; });
 }
 
 // Ids of one thread and their rank among the equal ids of its warp's part of the chunk. A warp owns
@@ -76,7 +84,7 @@ __device__ __forceinline__ void rank_in_warp(const i64* __restrict__ topk_idx, i
 // Counts of warps to what lies before each; a chunk's count of each expert to `total`.
 __device__ __forceinline__ void sum_over_warps(unsigned short (&in_warp)[WARPS][EXPERTS],
                                                int (&total)[EXPERTS]) {
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+  for_my_experts([&](int e) {
     int running = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
@@ -85,7 +93,7 @@ __device__ __forceinline__ void sum_over_warps(unsigned short (&in_warp)[WARPS][
       running += count;
     }
     total[e] = running;
-  }
+  });
 }
 
 // Adds up count_tiles' rows: all of them to `all`, those of earlier tiles to `before`, both zero at
@@ -154,7 +162,7 @@ place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 nu
   const int lane = threadIdx.x % WARP;
   const i64 begin = blockIdx.x * tile;
   const i64 end = min(begin + tile, num_slots);
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] = all[e] = 0;
+  for_my_experts([&](int e) { next[e] = all[e] = 0; });
   int id[ITEMS], rank[ITEMS];
   for (i64 chunk = begin;; chunk += CHUNK) {
     const i64 first = chunk + warp * ITEMS * WARP;
@@ -185,7 +193,7 @@ place_pairs(const i64* __restrict__ topk_idx, const i64* device_num_rows, i64 nu
     }
     if (chunk + CHUNK >= end) break;
     __syncthreads();
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) next[e] += in_chunk[e];
+    for_my_experts([&](int e) { next[e] += in_chunk[e]; });
   }
 }
 

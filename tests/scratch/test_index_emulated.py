@@ -37,7 +37,7 @@ static inline int __reduce_add_sync(unsigned, int value) {
 static inline unsigned __match_any_sync(unsigned, int value) {
   return sum_over_lanes(value, [=](int lane, int other) { return (other == value) << lane; });
 }
-static inline float __fdividef(float a, float b) { return a / b; }
+static inline float __fdividef(float a, float b) { return a / b * 0.9999997f; } // two ulps off
 """
 
 
@@ -104,13 +104,13 @@ def check(idx, num_experts, *, num_rows=None, room=0):
         assert (permuted.source[pairs:] == -9).all()
 
 
-@pytest.mark.parametrize("experts", [0, 1, 40, 256])
+@pytest.mark.parametrize("experts", [0, 1, 40, 256, 1024])
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (7, 3), (33, 31), (1024, 1), (1, 1024)])
 def test_few_ids(emulated, shape, experts):
     check(torch.randint(-1, experts, shape), experts, room=3)
 
 
-@pytest.mark.parametrize("experts", [40, 256])
+@pytest.mark.parametrize("experts", [40, 256, 1000])
 @pytest.mark.parametrize("shape", [(129, 8), (1500, 4)])
 def test_many_ids(emulated, shape, experts):
     check(torch.randint(-1, experts, shape), experts)
