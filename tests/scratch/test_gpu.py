@@ -151,9 +151,10 @@ def test_a_thinned_grid(device):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_the_whole_grid(device, tokens):
-    run_grid([case for case in whole_grid() if case[0] == tokens], device)
+def test_the_whole_grid(device, tokens, hidden):
+    run_grid([case for case in whole_grid() if case[:2] == (tokens, hidden)], device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
