@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,8 @@ MAGIC = 0x43524F5353_01  # "CROSS", protocol version 1
 NO_DISPATCHER = -1
 _VALUES = 24  # words that an operation may use as it likes (construction: one a setting)
 _TEXT_BYTES = 256
-_HEADER = 10
+_HEADER = 9
+_TEXT = slice(_HEADER + _VALUES, _HEADER + _VALUES + _TEXT_BYTES // 8)
 
 E = TypeVar("E", bound=Exception)
 
@@ -149,13 +151,15 @@ class Ledger:
     """What a transport remembers between exchanges, equal on all ranks.
 
     Attributes:
-        sequence: Exchanges so far.
+        sequence: Calls that were agreed on so far.
+        begun: Whether the last of them has begun on the device and may go on between hosts.
         num_dispatchers: Dispatchers constructed so far; gives each its number.
         ended: How each ended dispatcher ended: PeerClosed or PeerFailed.
         broken: The error that broke the transport, raised again by every later call.
     """
 
     sequence: int = 0
+    begun: bool = False
     num_dispatchers: int = 0
     ended: dict[int, CrossdockError] = field(default_factory=dict)
     broken: CrossdockError | None = None
@@ -197,13 +201,15 @@ def mark_agreed(exception: E) -> E:
 
 def record_words(world_size: int) -> int:
     """Length of a record in int64 words."""
-    return _HEADER + _VALUES + _TEXT_BYTES // 8 + 2 * world_size
+    return _TEXT.stop + 2 * world_size
 
 
 def encode(record: Record, sequence: int, world_size: int) -> Tensor:
     """A record as int64 [record_words(world_size)] on the CPU."""
     kind, text = record.problem if record.problem else (0, "")
-    header = [
+    assert len(record.values) <= _VALUES
+    words = np.zeros(record_words(world_size), dtype=np.int64)
+    words[: _HEADER + len(record.values)] = (
         MAGIC,
         record.dispatcher,
         record.operation,
@@ -213,27 +219,16 @@ def encode(record: Record, sequence: int, world_size: int) -> Tensor:
         record.row_limit,
         record.pair_limit,
         record.num_tokens,
-        0,
-    ]
-    assert len(record.values) <= _VALUES
-    none = [0] * world_size
-    # One list becomes a tensor faster than a tensor is filled piece by piece.
-    words = torch.tensor(
-        [
-            *header,
-            *record.values,
-            *([0] * (_VALUES - len(record.values) + _TEXT_BYTES // 8)),
-            *(none if record.rows is None else record.rows.tolist()),
-            *(none if record.pairs is None else record.pairs.tolist()),
-        ]
+        *record.values,
     )
+    if record.rows is not None:
+        words[_TEXT.stop : _TEXT.stop + world_size] = record.rows.numpy()
+    if record.pairs is not None:
+        words[_TEXT.stop + world_size :] = record.pairs.numpy()
     if text:
         raw = _fit(text)
-        words[_TEXT].view(torch.uint8)[: len(raw)] = torch.frombuffer(raw, dtype=torch.uint8)
-    return words
-
-
-_TEXT = slice(_HEADER + _VALUES, _HEADER + _VALUES + _TEXT_BYTES // 8)
+        words[_TEXT].view(np.uint8)[: len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+    return torch.from_numpy(words)
 
 
 def _fit(text: str) -> bytearray:
@@ -267,32 +262,35 @@ def agree(transport: Transport, record: Record) -> Agreement:
         RankTimeout: A rank did not answer.
     """
     ledger = transport.ledger
-    ledger.sequence += 1
-    sequence = ledger.sequence
-    matrix = transport.exchange(encode(record, sequence, transport.world_size))
-    judge(matrix, record, ledger)
-    rows_at, size = _HEADER + _VALUES + _TEXT_BYTES // 8, transport.world_size
+    if not ledger.begun:
+        ledger.sequence += 1
+        transport.announce(ledger.sequence)
+    ledger.begun = False
+    size = transport.world_size
+    matrix = transport.exchange(encode(record, ledger.sequence, size))
     header = matrix[:, :_HEADER].t().tolist()
+    judge(matrix, header, record, ledger)
     return Agreement(
-        sequence=sequence,
+        sequence=ledger.sequence,
         row_limits=header[6],
         pair_limits=header[7],
         num_tokens=header[8],
-        values=matrix[:, _HEADER : _HEADER + _VALUES],
-        rows=matrix[:, rows_at : rows_at + size],
-        pairs=matrix[:, rows_at + size :],
+        values=matrix[:, _HEADER : _TEXT.start],
+        rows=matrix[:, _TEXT.stop : _TEXT.stop + size],
+        pairs=matrix[:, _TEXT.stop + size :],
     )
 
 
-def judge(matrix: Tensor, mine: Record, ledger: Ledger) -> None:
+def judge(matrix: Tensor, header: list[list[int]], mine: Record, ledger: Ledger) -> None:
     """Raise what the matrix of records calls for; every rank comes to the same end.
 
     Args:
         matrix: int64 [R, record_words(R)].
+        header: Its first columns.
         mine: This rank's own record.
         ledger: Ended dispatchers are entered here.
     """
-    magic, dispatchers, operations, sequences, kinds, subjects = matrix[:, :6].t().tolist()
+    magic, dispatchers, operations, sequences, kinds, subjects = header[:6]
     foreign = [rank for rank, word in enumerate(magic) if word != MAGIC]
     if foreign:
         raise mark_agreed(

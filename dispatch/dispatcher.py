@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from crossdock.dispatch.agreement import (
@@ -42,7 +42,7 @@ from crossdock.dispatch.checks import (
 from crossdock.dispatch.choose_mover import mover_for
 from crossdock.dispatch.config import DTYPES, DispatchConfig
 from crossdock.dispatch.handle import Handle
-from crossdock.dispatch.mover import Load
+from crossdock.dispatch.mover import Agreed, Departure, Load
 from crossdock.dispatch.pending import Pending
 from crossdock.dispatch.placement import ExpertPlacement
 from crossdock.dispatch.refusals import refuse_what_does_not_fit, require_one_dtype
@@ -137,7 +137,7 @@ class Dispatcher:
         self._era = 0
         self._locked = False
         self._pair_limit = -1
-        if config.bucket != "grow":
+        if config.bucket != "grow" or self._mover.symmetric:
             self._connect(range(num_slots))
 
     # ---- the two halves of a layer -------------------------------------------------------------
@@ -220,10 +220,26 @@ class Dispatcher:
         staged: bool,
     ) -> Pending[tuple[ReceivedRows, Handle]]:
         self._require_open()
+        captured = self._mover.is_capturing()
         index = self._free_slot()
-        problem, routing, load = self._prepare(index, x, topk_idx, topk_weights, handle)
-        if self._mover.is_capturing():
-            return self._capture_dispatch(index, problem, routing, load, handle, staged=staged)
+        departure = self._prepare(index, x, topk_idx, topk_weights, handle, captured=captured)
+        if captured:
+            handle = self._capture(index, departure, handle)
+        elif departure.agreed is not None:
+            assert departure.routing is not None
+            handle = self._new_handle(departure.agreed, departure.routing, x.shape[0])
+        else:
+            handle = self._agree_on_dispatch(index, departure, x, handle)
+        assert index is not None and departure.load is not None
+        slot = self._slots[index]
+        handle.slot, slot.handle = index, handle
+        return Pending(self._move(departure.load, slot, handle, staged=staged))
+
+    def _agree_on_dispatch(
+        self, index: int | None, departure: Departure, x: Tensor, handle: Handle | None
+    ) -> Handle:
+        """Exchange records, refuse what cannot be, grow what has to; the handle of the step."""
+        problem, routing = departure.problem, departure.routing
         capacity = self._slots[index].bucket.capacity if index is not None else 0
         agreement = self._agree(
             Operation.DISPATCH if handle is None else Operation.REDISPATCH,
@@ -235,10 +251,16 @@ class Dispatcher:
             rows=routing.rows if routing is not None else None,
             pairs=routing.pairs if routing is not None else None,
         )
-        assert index is not None and routing is not None and load is not None
+        assert index is not None and routing is not None
+        slots = agreement.values[:, 1].tolist()
         if handle is None or handle.slot is not None:
-            handle = self._new_handle(agreement, routing, len(x))
-        slot = self._slots[index]
+            agreed = Agreed(
+                agreement.sequence,
+                SlotPlan(agreement.rows.numpy()),
+                agreement.pairs.sum(0).tolist(),
+                slots,
+            )
+            handle = self._new_handle(agreed, routing, len(x))
         received = handle.plan.received
         refuse_what_does_not_fit(agreement, received, handle.pairs, config=self.config)
         self._reserve(index, handle, agreement)
@@ -246,15 +268,15 @@ class Dispatcher:
         if any(rows > held for rows, held in zip(received, capacities, strict=True)):
             most = max(received) if self._mover.symmetric else received[self.transport.rank]
             self._grow([index], most)
-        handle.slots = agreement.values[:, 1].tolist()
-        handle.slot, slot.handle = index, handle
-        return Pending(self._move(load, slot, handle, staged=staged))
+        handle.slots = slots
+        return handle
 
     def _combine(
         self, y: Tensor, handle: Handle, out: Tensor | None, *, staged: bool
     ) -> Pending[Tensor]:
         self._require_open()
-        problem = self._find_handle_problem(handle, "combine", in_flight=True)
+        captured = self._mover.is_capturing()
+        problem = self._find_handle_problem(handle, "combine", captured=captured, in_flight=True)
         if problem is None and handle.slot is not None:
             memory = self._slots[handle.slot].bucket.memory
             problem = check_results(y, memory.capacity, self.config, self.transport.device)
@@ -267,7 +289,7 @@ class Dispatcher:
                 if out is None:
                     out = y.new_empty(handle.num_tokens, y.shape[1], dtype=self.config.dtype)
             problem = attempt.problem
-        if self._mover.is_capturing():
+        if captured:
             if problem is not None:
                 raise problem.error(self.transport.rank)
             assert load is not None and out is not None
@@ -395,7 +417,9 @@ class Dispatcher:
         topk_idx: Tensor | None,
         topk_weights: Tensor | None,
         handle: Handle | None,
-    ) -> tuple[Problem | None, Counts | None, Load | None]:
+        *,
+        captured: bool,
+    ) -> Departure:
         """Check, route and pack: all that can fail on this rank alone."""
         config, device = self.config, self.transport.device
         if handle is None:
@@ -406,7 +430,7 @@ class Dispatcher:
                 ProblemKind.ROUTING, "dispatch: a handle, or ids and weights, not both"
             )
         else:
-            problem = self._find_handle_problem(handle, "dispatch")
+            problem = self._find_handle_problem(handle, "dispatch", captured=captured)
             problem = problem or check_hidden_states(x, config, device, handle.num_tokens)
         if problem is None and index is None:
             problem = Problem(
@@ -415,42 +439,35 @@ class Dispatcher:
                 "combine first, or construct the Dispatcher with a larger num_slots",
             )
         if problem is not None:
-            return problem, None, None
+            return Departure(problem)
         assert index is not None
-        routing, load = None if handle is None else handle.routing, None
         with Attempt("memory for the rows to send") as attempt:
-            if handle is None:
-                assert topk_idx is not None and topk_weights is not None
-                problem, routing = self._mover.route(topk_idx, topk_weights)
-            if routing is not None:
-                load = self._mover.load(index, x, routing)
-        problem = attempt.problem or problem
-        return (None, routing, load) if problem is None else (problem, None, None)
+            if handle is not None:
+                load = self._mover.load(index, x, handle.routing)
+                return Departure(routing=handle.routing, load=load)
+            assert topk_idx is not None and topk_weights is not None
+            return self._mover.prepare(index, x, topk_idx, topk_weights, captured=captured)
+        return Departure(attempt.problem)
 
-    def _new_handle(self, agreement: Agreement, routing: Counts, num_tokens: int) -> Handle:
+    def _new_handle(
+        self, agreed: Agreed, routing: Counts, num_tokens: int, *, captured: bool = False
+    ) -> Handle:
         return Handle(
             dispatcher=self._id,
             transport=self.transport,
             era=self._era,
-            step=agreement.sequence,
+            step=agreed.sequence,
             num_tokens=num_tokens,
             routing=routing,
-            plan=SlotPlan(agreement.rows),
-            pairs=agreement.pairs.sum(0).tolist(),
-            slots=[],
+            plan=agreed.plan,
+            pairs=agreed.pairs,
+            slots=agreed.slots,
+            captured=captured,
         )
 
-    def _capture_dispatch(
-        self,
-        index: int | None,
-        problem: Problem | None,
-        routing: Counts | None,
-        load: Load | None,
-        handle: Handle | None,
-        *,
-        staged: bool,
-    ) -> Pending[tuple[ReceivedRows, Handle]]:
+    def _capture(self, index: int | None, departure: Departure, handle: Handle | None) -> Handle:
         """Record a dispatch in a graph: nothing is asked of the host, so nothing can grow."""
+        problem, routing, load, _ = departure
         if problem is not None:
             raise problem.error(self.transport.rank)
         if not self._locked and self.config.bucket == "grow":
@@ -459,23 +476,16 @@ class Dispatcher:
                 "that may move; warm up, lock, then capture"
             )
         assert index is not None and routing is not None and load is not None
-        ranks = self.transport.world_size
         if handle is None or handle.slot is not None:
-            handle = Handle(
-                dispatcher=self._id,
-                transport=self.transport,
-                era=self._era,
-                step=self.transport.ledger.sequence,
-                num_tokens=len(load.rows),
-                routing=routing,
-                plan=SlotPlan(torch.full((ranks, ranks), -1)),
-                pairs=[-1] * ranks,
-                slots=[index] * ranks,
-                captured=True,
+            ranks = self.transport.world_size
+            agreed = Agreed(
+                self.transport.ledger.sequence,
+                SlotPlan(np.full((ranks, ranks), -1)),
+                [-1] * ranks,
+                [index] * ranks,
             )
-        slot = self._slots[index]
-        handle.slot, slot.handle = index, handle
-        return Pending(self._move(load, slot, handle, staged=staged))
+            handle = self._new_handle(agreed, routing, len(load.rows), captured=True)
+        return handle
 
     def _grow(self, indices: Sequence[int], rows: int, *, with_y: bool = False) -> None:
         """Take memory for slots, on every rank or on none. Collective."""
@@ -586,7 +596,7 @@ class Dispatcher:
         return next((i for i, slot in enumerate(self._slots) if slot.handle is None), None)
 
     def _find_handle_problem(
-        self, handle: Handle, call: str, *, in_flight: bool = False
+        self, handle: Handle, call: str, *, captured: bool, in_flight: bool = False
     ) -> Problem | None:
         problem = find_handle_problem(
             handle,
@@ -594,7 +604,7 @@ class Dispatcher:
             dispatcher=self._id,
             transport=self.transport,
             era=self._era,
-            captured=self._mover.is_capturing(),
+            captured=captured,
         )
         if problem is None and in_flight and handle.slot is None:
             text = f"{call}: the handle of step {handle.step} is used up: one combine a dispatch"

@@ -19,12 +19,13 @@ from crossdock.dispatch.buckets import BucketMemory
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.routing import Counts, Routing, find_problem
 from crossdock.dispatch.rows import ReceivedRows
+from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.staging import Staging
 from crossdock.dispatch.transports.base import Work
 from crossdock.dispatch.unpack import unpack
 from crossdock.dispatch.wire import WireFormat
 
-__all__ = ["Load", "Mover", "PackedMover"]
+__all__ = ["Agreed", "Departure", "Load", "Mover", "PackedMover"]
 
 
 class Load(NamedTuple):
@@ -33,10 +34,45 @@ class Load(NamedTuple):
     Attributes:
         rows: Packed rows uint8 [n, row_bytes], the payload alone [T, H], or results [n, H].
         extra: What goes with them: scales of a payload, or the place for what comes home.
+        call: Number of the call in which kernels have exchanged the step's counts; 0 if they have
+            not.
     """
 
     rows: Tensor
     extra: Tensor | None = None
+    call: int = 0
+
+
+class Agreed(NamedTuple):
+    """A dispatch that ranks agreed on without an exchange between hosts.
+
+    Attributes:
+        sequence: Number of the call.
+        plan: Places of the rows, for which there is room on all ranks.
+        pairs: [R] pairs that each rank receives.
+        slots: [R] the slot that each rank chose.
+    """
+
+    sequence: int
+    plan: SlotPlan
+    pairs: list[int]
+    slots: list[int]
+
+
+class Departure(NamedTuple):
+    """A dispatch before any row moves: a problem, or what leaves and where to.
+
+    Attributes:
+        problem: What is wrong on this rank.
+        routing: Which rows leave.
+        load: What they are.
+        agreed: If the hosts need not exchange records.
+    """
+
+    problem: Problem | None = None
+    routing: Counts | None = None
+    load: Load | None = None
+    agreed: Agreed | None = None
 
 
 class Mover(ABC):
@@ -89,6 +125,22 @@ class Mover(ABC):
         if problem is not None:
             return problem, None
         return None, self.algorithm.route(topk_idx.long(), topk_weights)
+
+    def prepare(
+        self, slot: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, captured: bool
+    ) -> Departure:
+        """Check ids and weights, find the way of tokens [T, H], and get ready to send them; local.
+
+        Args:
+            slot: For the rows that come.
+            x: Tokens.
+            topk_idx: [T, K].
+            topk_weights: [T, K].
+            captured: Whether the step is recorded in a graph.
+        """
+        problem, routing = self.route(topk_idx, topk_weights)
+        load = None if routing is None else self.load(slot, x, routing)
+        return Departure(problem, routing, load)
 
     def held(self, slot: int) -> int:
         """Rows for which a slot has memory beside its bucket, where that takes an agreement."""

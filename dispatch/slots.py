@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["SlotPlan"]
 
@@ -21,16 +22,17 @@ class SlotPlan:
     """Places of all rows of one step.
 
     Attributes:
-        counts: int64 [R, R] on the CPU, rows from (row index) to (column index); all -1 where only
-            the device knows.
+        counts: int64 [R, R], rows from (row index) to (column index); all -1 where only the device
+            knows.
     """
 
-    counts: Tensor
+    counts: npt.NDArray[np.int64]
 
     @cached_property
-    def first(self) -> Tensor:
+    def first(self) -> npt.NDArray[np.int64]:
         """int64 [R, R]: place in the bucket of (column) of the first row of (row index)."""
-        return self.counts.cumsum(0) - self.counts
+        first: npt.NDArray[np.int64] = self.counts.cumsum(0) - self.counts
+        return first
 
     @cached_property
     def received(self) -> list[int]:

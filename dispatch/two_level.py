@@ -131,7 +131,7 @@ class TwoLevelMover(Mover):
         """
         nodes, size = self.transport.num_nodes, self.transport.ranks_per_node
         # By source node, local rank, destination node: the relay is that local rank there.
-        fanned = handle.plan.counts.view(nodes, size, nodes, size).sum(3)
+        fanned = torch.from_numpy(handle.plan.counts).view(nodes, size, nodes, size).sum(3)
         arriving = torch.minimum(fanned, torch.tensor(num_tokens).view(nodes, size, 1))
         by_relay: list[int] = (arriving.sum(0) + fanned.amax(0)).t().flatten().tolist()
         return by_relay
@@ -225,7 +225,7 @@ class TwoLevelMover(Mover):
             The node, places of its rows in this rank's bucket, and [L] rows from its local ranks.
         """
         size, rank = self.transport.ranks_per_node, self.transport.rank
-        counts = handle.plan.counts.view(self.transport.num_nodes, size, -1)
+        counts = handle.plan.counts.reshape(self.transport.num_nodes, size, -1)
         here = self.transport.node * size
         begin = 0
         for node, from_node in enumerate(counts):

@@ -23,7 +23,7 @@ def unpack(
     memory.topk_idx[:num_rows] = wire.ids(valid)
     memory.topk_weights[:num_rows] = wire.weights(valid)
 
-    counts = handle.plan.counts[:, rank].to(memory.raw.device)
+    counts = torch.tensor(handle.plan.recv_rows(rank), device=memory.raw.device)
     ranks = torch.arange(len(counts), device=counts.device)
     memory.source[:num_rows, 0] = torch.repeat_interleave(ranks, counts, output_size=num_rows)
     memory.source[:num_rows, 1] = wire.token(valid)

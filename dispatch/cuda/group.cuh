@@ -16,6 +16,7 @@ constexpr int CHUNK = 128;       // tokens of one block of `route`
 constexpr int CODE_BITS = 24;    // of a local id in an expert's code; the owner is above it
 
 enum Signal { RECORD, ARRIVED, READY, NUM_SIGNALS };
+constexpr Signal BEGUN = RECORD; // the one signal of a transport: the call that a rank has begun
 
 // Words of this rank's own device memory.
 enum State {
@@ -33,21 +34,23 @@ enum State {
 enum SlotState { STEP, REFUSED, NUM_ROWS, NUM_PAIRS };
 
 // Words of a record, before the rows [R], the pairs [R] and the pairs of each local expert.
-enum Header { KIND, TOKEN, COLUMN, VALUE, PAIR_LIMIT, HEADER };
+enum Header { KIND, CALL, SLOT, PAIR_LIMIT, TOKEN, COLUMN, VALUE, HEADER };
 
 // What is wrong with a step. The first three are found by `route`, in this order of importance.
 enum Kind { FINE, OUTSIDE, REPEATED, NOT_FINITE, TOO_MANY_ROWS, TOO_MANY_PAIRS };
 
-// Words of pinned host memory through which kernels report: a refusal, then lateness by rank.
-enum Report { WHAT, RANK, FIRST, SECOND, THIRD, LATE = 8 };
+// Words of pinned host memory through which kernels report: a refusal, whether a wait was in vain,
+// then lateness by rank.
+enum Report { WHAT, RANK, FIRST, SECOND, THIRD, IN_VAIN = 7, LATE = 8 };
 
 struct Group {
   i64 rank, ranks, top_k, hidden, num_experts, num_local, most_local, timeout_ns;
   i64* state;           // State, then pairs [R] and experts' pairs [E] that `route` adds up
   const int* code;      // [E] owner << CODE_BITS | local id
   const int* expert_at; // [R, most_local] global id of each rank's local experts, -1 past them
-  i64* summary;         // pinned: kind, rows [R], pairs [R]
+  i64* matrix;          // pinned: call, everybody's record without experts [R]
   i64* report;          // pinned: Report
+  const Group* calls;   // of the transport: signals alone, BEGUN
   i64* control[MAX_RANKS]; // each rank's signals and pages, as this rank reaches them
 };
 
@@ -86,15 +89,19 @@ __device__ __forceinline__ i64 record_words(const Group& group) {
   return HEADER + 2 * group.ranks + group.most_local;
 }
 
-// The record of `source` on `rank`, in the page of this epoch.
-__device__ __forceinline__ i64* record_on(const Group& group, i64 rank, i64 source, i64 epoch) {
+// The record of `source` on `rank`, in one of four pages.
+__device__ __forceinline__ i64* record_on(const Group& group, i64 rank, i64 source, i64 page) {
   i64* pages = group.control[rank] + NUM_SIGNALS * group.ranks * SIGNAL_WORDS;
-  return pages + ((epoch & 1) * group.ranks + source) * record_words(group);
+  return pages + (page * group.ranks + source) * record_words(group);
 }
 
 __device__ __forceinline__ i64* signal_on(const Group& group, i64 rank, Signal signal, i64 source) {
   return group.control[rank] + (signal * group.ranks + source) * SIGNAL_WORDS;
 }
+
+// What a rank posts as BEGUN: the call, and whether it goes to the exchange of the hosts.
+__device__ __forceinline__ i64 begun(i64 call) { return 2 * call; }
+__device__ __forceinline__ i64 begun_on_host(i64 call) { return 2 * call + 1; }
 
 __device__ __forceinline__ i64 load_acquire(const i64* at) {
   i64 value;
@@ -139,27 +146,33 @@ __device__ __forceinline__ bool is_last_block(i64* state, State which) {
   return is_last;
 }
 
-// Wait until every rank has come to `epoch`. False if one did not in time, now or earlier: then the
-// group is broken for good, and whatever was waited for is not there. Call with all threads.
-__device__ __forceinline__ bool await(const Group& group, Signal signal, i64 epoch) {
-  bool came = true;
+// Wait until the word of `source` has come to `value`, or until `given_up`. False if it did not in
+// time, now or earlier: then the group is broken for good, and what was waited for is not there.
+__device__ __forceinline__ bool reaches(const Group& group, const i64* at, i64 value, i64 source,
+                                        const volatile int* given_up = nullptr, i64 what = 1) {
   volatile i64* broken = group.state + BROKEN;
-  for (int source = threadIdx.x; source < group.ranks; source += blockDim.x) {
-    const i64* at = signal_on(group, group.rank, signal, source);
-    const i64 began = nanoseconds();
-    while (load_acquire(at) < epoch) {
-      if (*broken) {
-        came = false;
-        break;
-      }
-      if (nanoseconds() - began > group.timeout_ns) {
-        *broken = 1;
-        *static_cast<volatile i64*>(group.report + LATE + source) = 1 + signal;
-        __threadfence_system();
-        came = false;
-        break;
-      }
+  const i64 began = nanoseconds();
+  while (load_acquire(at) < value) {
+    if (given_up != nullptr && *given_up) return true;
+    if (*broken) return false;
+    if (nanoseconds() - began > group.timeout_ns) {
+      volatile i64* report = group.report;
+      *broken = 1;
+      report[LATE + source] = what;
+      __threadfence_system();
+      report[IN_VAIN] = 1;
+      return false;
     }
   }
-  return __syncthreads_and(came && !*broken);
+  return !*broken;
+}
+
+// Wait until every rank has come to `epoch`; see above. Call with all threads.
+__device__ __forceinline__ bool await(const Group& group, Signal signal, i64 epoch) {
+  bool came = true;
+  for (int source = threadIdx.x; source < group.ranks; source += blockDim.x) {
+    const i64* at = signal_on(group, group.rank, signal, source);
+    came &= reaches(group, at, epoch, source, nullptr, 1 + signal);
+  }
+  return __syncthreads_and(came && !*static_cast<volatile i64*>(group.state + BROKEN));
 }

@@ -2,10 +2,12 @@
 // weights can be used at all; nothing is indexed by an id that was not checked.
 //
 // One block takes CHUNK consecutive tokens, one thread a token. The last block to finish turns the
-// chunks' counts into prefix sums and writes the record for the other ranks.
+// chunks' counts into prefix sums and writes the record for the other ranks; in an eager step it also
+// gives it to them, and everybody's to the host.
 //
 // Macro: ID, the type of expert ids.
 #include "group.cuh"
+#include "records.cuh"
 
 constexpr int WARPS = CHUNK / WARP;
 constexpr int AT_ONCE = 8;           // columns that are loaded before the first is looked at
@@ -33,7 +35,6 @@ __device__ void sum_up(const Group& group, const Way& way, const ID* ids, const 
     way.record[VALUE] = kind == FINE         ? 0
                         : kind == NOT_FINITE ? static_cast<i64>(__float_as_int(weights[at]))
                                              : static_cast<i64>(ids[at]);
-    group.summary[0] = kind;
   }
   __syncthreads();
   const bool fine = worst == ~0ull;
@@ -52,8 +53,8 @@ __device__ void sum_up(const Group& group, const Way& way, const ID* ids, const 
     }
     if (lane == 0) {
       const u64 pairs = atomicExch(reinterpret_cast<u64*>(state + PAIRS + rank), 0ull);
-      way.record[HEADER + rank] = group.summary[1 + rank] = fine ? total : 0;
-      way.record[HEADER + ranks + rank] = group.summary[1 + ranks + rank] = fine ? pairs : 0;
+      way.record[HEADER + rank] = fine ? total : 0;
+      way.record[HEADER + ranks + rank] = fine ? pairs : 0;
     }
   }
   for (i64 expert = threadIdx.x; expert < group.num_experts; expert += CHUNK) {
@@ -65,7 +66,8 @@ __device__ void sum_up(const Group& group, const Way& way, const ID* ids, const 
 
 extern "C" __global__ void __launch_bounds__(CHUNK)
 route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
-      const float* __restrict__ weights, void* memory, i64 num_tokens, i64 everywhere) {
+      const float* __restrict__ weights, void* memory, i64 num_tokens, i64 everywhere, i64 call,
+      i64 slot, i64 pair_limit) {
   const Group& group = *shared_group;
   const Way way(memory, group, num_tokens);
   const i64 top_k = group.top_k, ranks = group.ranks;
@@ -160,5 +162,9 @@ route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
   }
 
   __threadfence();
-  if (is_last_block(group.state, ROUTE_TICKET)) sum_up(group, way, ids, weights);
+  if (!is_last_block(group.state, ROUTE_TICKET)) return;
+  sum_up(group, way, ids, weights);
+  if (call == 0) return;
+  __syncthreads();
+  agree(group, way, call, slot, pair_limit);
 }

@@ -1,7 +1,8 @@
-// Dispatch: post this rank's record, wait for everybody's, judge them as every rank does, and write
-// each row once, to its final place on each of its ranks; then announce that this rank's rows are
-// there, and unless `staged` wait for everybody's. A warp takes a segment of a token: fetches it once
-// and stores it for every destination. One more warp of each block writes metadata meanwhile.
+// Dispatch: unless `route` has done so in this `call`, give this rank's record to everybody and wait
+// for everybody's; judge them as every rank does, and write each row once, to its final place on each
+// of its ranks; then announce that this rank's rows are there, and unless `staged` wait for
+// everybody's. A warp takes a segment of a token: fetches it once and stores it for every destination.
+// One more warp of each block writes metadata meanwhile.
 //
 // Macros: ELEM, the type of hidden states; FP8, whether they travel as e4m3 with a scale for each
 // 128 elements; UNITS, of 8 elements that a lane takes at a time; STAGES, segments of a warp that are
@@ -9,6 +10,7 @@
 #include "group.cuh"
 #include "numbers.cuh"
 #include "pipeline.cuh"
+#include "records.cuh"
 #if FP8
 #include <cuda_fp8.h>
 #endif
@@ -127,19 +129,19 @@ struct Judgement {
 };
 
 // The same on all ranks, for it sees the same records on all.
-__device__ bool refuses(const Group& group, i64 capacity, i64 epoch, Judgement& judgement) {
+__device__ bool refuses(const Group& group, i64 capacity, i64 page, Judgement& judgement) {
   bool bad = false;
   for (int rank = threadIdx.x; rank < group.ranks; rank += blockDim.x) {
     i64 rows = 0, pairs = 0;
     for (i64 source = 0; source < group.ranks; ++source) {
-      const i64* record = record_on(group, group.rank, source, epoch);
+      const i64* record = record_on(group, group.rank, source, page);
       if (source == group.rank) judgement.first[rank] = rows;
       rows += __ldcg(record + HEADER + rank);
       pairs += __ldcg(record + HEADER + group.ranks + rank);
     }
     judgement.received[rank] = rows;
     judgement.pairs[rank] = pairs;
-    const i64* record = record_on(group, group.rank, rank, epoch);
+    const i64* record = record_on(group, group.rank, rank, page);
     const i64 limit = __ldcg(record + PAIR_LIMIT);
     bad |= __ldcg(record + KIND) != FINE || rows > capacity || (limit >= 0 && pairs > limit);
   }
@@ -147,12 +149,12 @@ __device__ bool refuses(const Group& group, i64 capacity, i64 epoch, Judgement& 
 }
 
 // The first refusal stays until the host has taken note of it.
-__device__ void report(const Group& group, i64 capacity, i64 epoch, const Judgement& judgement) {
+__device__ void report(const Group& group, i64 capacity, i64 page, const Judgement& judgement) {
   volatile i64* note = group.report;
   if (note[WHAT] != FINE) return;
   i64 what = FINE;
   for (i64 rank = 0; rank < group.ranks && what == FINE; ++rank) {
-    const i64* record = record_on(group, group.rank, rank, epoch);
+    const i64* record = record_on(group, group.rank, rank, page);
     what = __ldcg(record + KIND);
     if (what == FINE) continue;
     note[RANK] = rank;
@@ -168,7 +170,7 @@ __device__ void report(const Group& group, i64 capacity, i64 epoch, const Judgem
     note[SECOND] = capacity;
   }
   for (i64 rank = 0; rank < group.ranks && what == FINE; ++rank) {
-    const i64 limit = __ldcg(record_on(group, group.rank, rank, epoch) + PAIR_LIMIT);
+    const i64 limit = __ldcg(record_on(group, group.rank, rank, page) + PAIR_LIMIT);
     if (limit < 0 || judgement.pairs[rank] <= limit) continue;
     what = TOO_MANY_PAIRS;
     note[RANK] = rank;
@@ -179,30 +181,9 @@ __device__ void report(const Group& group, i64 capacity, i64 epoch, const Judgem
   note[WHAT] = what;
 }
 
-__device__ void post_record(const Group& group, const Way& way, i64 pair_limit, i64 epoch) {
-  const int words = static_cast<int>(record_words(group));
-  const int all = static_cast<int>(group.ranks) * words;
-  const int given = HEADER + 2 * static_cast<int>(group.ranks);
-  for (int i = threadIdx.x; i < all; i += blockDim.x) {
-    const int rank = i / words, word = i % words;
-    i64 value = 0;
-    if (word == PAIR_LIMIT) {
-      value = pair_limit;
-    } else if (word < given) {
-      value = way.record[word];
-    } else {
-      const int expert = group.expert_at[rank * group.most_local + word - given];
-      if (expert >= 0) value = way.experts[expert];
-    }
-    record_on(group, rank, group.rank, epoch)[word] = value;
-  }
-  __syncthreads();
-  post(group, RECORD, epoch);
-}
-
 // What the receiver has to know besides the rows, and ids that say "no row" behind them.
 __device__ void prepare_bucket(const Group& group, const Slot& slot, const Way& way, i64 epoch,
-                               bool moves, const Judgement& judgement, bool poison) {
+                               i64 page, bool moves, const Judgement& judgement, bool poison) {
   const i64 num_rows = moves ? judgement.received[group.rank] : 0;
   if (blockIdx.x == 0) {
     for (i64 rank = threadIdx.x; rank < group.ranks; rank += blockDim.x) {
@@ -211,7 +192,7 @@ __device__ void prepare_bucket(const Group& group, const Slot& slot, const Way& 
     for (i64 expert = threadIdx.x; expert < group.num_local; expert += blockDim.x) {
       i64 pairs = 0;
       for (i64 source = 0; moves && source < group.ranks; ++source) {
-        const i64* record = record_on(group, group.rank, source, epoch);
+        const i64* record = record_on(group, group.rank, source, page);
         pairs += __ldcg(record + HEADER + 2 * group.ranks + expert);
       }
       slot.rows_per_expert[expert] = pairs;
@@ -413,7 +394,7 @@ __device__ void move_rows(const Group& group, const Slot& slot, const Way& way,
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, BLOCKS)
 rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slot,
-     const ELEM* __restrict__ x, void* memory, i64 num_tokens, i64 pair_limit, i64 poison,
+     const ELEM* __restrict__ x, void* memory, i64 num_tokens, i64 call, i64 pair_limit, i64 poison,
      i64 staged) {
   const Group& group = *shared_group;
   const Slot& slot = *shared_slot;
@@ -422,12 +403,17 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
   const i64 epoch = group.state[DISPATCHES] + 1;
   __shared__ Judgement judgement;
 
+  const i64 page = call ? page_of_call(call) : page_of_epoch(epoch);
   // Block 0 is there whenever any block is, so it cannot be kept from posting by those that wait.
-  if (blockIdx.x == 0) post_record(group, way, pair_limit, epoch);
-  const bool came = await(group, RECORD, epoch);
-  const bool refused = refuses(group, slot.capacity, epoch, judgement);
+  if (!call && blockIdx.x == 0) {
+    write_record(group, way, page, pair_limit, 0, 0);
+    __syncthreads();
+    post(group, RECORD, epoch);
+  }
+  const bool came = call || await(group, RECORD, epoch);
+  const bool refused = refuses(group, slot.capacity, page, judgement);
   const bool moves = came && !refused;
-  prepare_bucket(group, slot, way, epoch, moves, judgement, poison);
+  prepare_bucket(group, slot, way, epoch, page, moves, judgement, poison);
   if (moves) {
     if (threadIdx.x < THREADS) {
       move_rows(group, slot, way, x, num_tokens, judgement);
@@ -435,7 +421,7 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
       write_metadata(group, slot, way, num_tokens, judgement);
     }
   } else if (came && blockIdx.x == 0 && threadIdx.x == 0) {
-    report(group, slot.capacity, epoch, judgement);
+    report(group, slot.capacity, page, judgement);
   }
 
   if (!is_last_block(group.state, ROWS_TICKET)) return;

@@ -23,3 +23,9 @@ extern "C" __global__ void __launch_bounds__(MAX_RANKS) ready(const Group* __res
 extern "C" __global__ void __launch_bounds__(MAX_RANKS) meet(const Group* __restrict__ shared_group) {
   await(*shared_group, READY, shared_group->state[COMBINES]);
 }
+
+// Tells every rank that this one has begun a call and goes to the exchange of the hosts.
+extern "C" __global__ void __launch_bounds__(MAX_RANKS)
+ring(const Group* __restrict__ calls, i64 call) {
+  post(*calls, BEGUN, begun_on_host(call));
+}

@@ -14,7 +14,7 @@ from crossdock.dispatch.nvshmem.layout import CHUNK, MAX_RANKS, WARP
 from crossdock.dispatch.wire import WireFormat
 from crossdock.scratch.kernels import load_kernel
 
-__all__ = ["SOURCES", "Kernels", "Launch", "Shape", "variants"]
+__all__ = ["SOURCES", "Kernels", "Launch", "Ring", "Shape", "variants"]
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 C_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
@@ -122,7 +122,7 @@ class Launch:
             RuntimeError: The driver refused.
         """
         self._words[:] = words  # type: ignore[call-overload]
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        stream = ctypes.c_void_p(raw_stream(self._device))
         status = self._launch(
             self._handle,
             grid,
@@ -140,9 +140,32 @@ class Launch:
             raise RuntimeError(f"cuLaunchKernel: CUDA error {status}")
 
 
+def raw_stream(device: torch.device) -> int:
+    """The current stream as the driver knows it; much cheaper than torch's object for it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
+
+
+class Ring:
+    """The kernel that tells every rank which call this one takes to the exchange of the hosts.
+
+    Args:
+        device: Whose kernel; must be current.
+        calls: int64, the transport's ``Group``.
+    """
+
+    def __init__(self, device: torch.device, calls: Tensor) -> None:
+        self._calls = calls
+        path = SOURCES / "signals.cu"
+        self._ring = Launch(path, "ring", 2, device=device, defines={})
+
+    def __call__(self, call: int) -> None:
+        """Launch on the current stream."""
+        self._ring(1, MAX_RANKS, self._calls.data_ptr(), call)
 
 
 class Kernels:
@@ -167,11 +190,11 @@ class Kernels:
         self._rows_shape = _rows_shape(wire.dtype, fp8=wire.fp8, shared_bytes=shared_bytes)
         macros = self._rows_shape.macros() | {"ELEM": model, "FP8": int(wire.fp8)}
         stages = self._rows_shape.shared_bytes(wire.dtype.itemsize, 1)
-        self._rows = self._load("rows", 8, macros, shared_bytes=stages)
+        self._rows = self._load("rows", 9, macros, shared_bytes=stages)
         self._arrive = self._load("arrive", 2, {}, source="signals")
         self._ready = self._load("ready", 1, {}, source="signals")
         self._meet = self._load("meet", 1, {}, source="signals")
-        self._routes = {d: self._load("route", 6, {"ID": c}) for d, c in ID_TYPES.items()}
+        self._routes = {d: self._load("route", 9, {"ID": c}) for d, c in ID_TYPES.items()}
         # Loading may not be recorded in a graph, so it does not wait for first use.
         self._combines = {}
         for dtype, name in C_TYPES.items():
@@ -183,9 +206,19 @@ class Kernels:
                 shared_bytes=shape.shared_bytes(dtype.itemsize, COMBINE_ROWS),
             )
 
-    def route(self, ids: Tensor, weights: Tensor, way: Tensor, *, everywhere: bool) -> None:
-        """Check ids [T, K] and weights, and find every row's place."""
-        tokens = len(ids)
+    def route(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        way: Tensor,
+        *,
+        everywhere: bool,
+        call: int = 0,
+        slot: int = 0,
+        pair_limit: int = -1,
+    ) -> None:
+        """Check ids [T, K] and weights, and find every row's place; agree on it in a ``call``."""
+        tokens = ids.shape[0]
         self._routes[ids.dtype](
             max(1, -(-tokens // CHUNK)),
             CHUNK,
@@ -195,12 +228,26 @@ class Kernels:
             way.data_ptr(),
             tokens,
             everywhere,
+            call,
+            slot,
+            pair_limit,
         )
 
     def rows(
-        self, slot: Tensor, x: Tensor, way: Tensor, pair_limit: int, *, poison: bool, staged: bool
+        self,
+        slot: Tensor,
+        x: Tensor,
+        way: Tensor,
+        pair_limit: int,
+        *,
+        poison: bool,
+        staged: bool,
+        call: int = 0,
     ) -> None:
-        """Exchange records, write rows to their places, and unless staged wait for everybody's."""
+        """Write rows to their places, and unless staged wait for everybody's.
+
+        Records are exchanged before, unless :meth:`route` has done so in the ``call``.
+        """
         self._rows(
             self._blocks(self._rows_shape),
             self._rows_shape.threads + WARP,  # one writes metadata
@@ -208,7 +255,8 @@ class Kernels:
             slot.data_ptr(),
             x.data_ptr(),
             way.data_ptr(),
-            len(x),
+            x.shape[0],
+            call,
             pair_limit,
             poison,
             staged,
@@ -239,7 +287,7 @@ class Kernels:
             self._group,
             slot.data_ptr(),
             way.data_ptr(),
-            len(out),
+            out.shape[0],
             out.data_ptr(),
             out.stride(0),
             out.shape[1],

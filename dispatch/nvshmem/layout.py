@@ -13,15 +13,19 @@ from crossdock.dispatch.wire import WireFormat, num_blocks
 
 __all__ = [
     "CHUNK",
+    "CONTROL_AT",
     "MAX_RANKS",
     "WARP",
     "BucketLayout",
+    "Header",
     "Kind",
     "Report",
     "State",
     "control_words",
+    "begun_words",
     "expert_codes",
     "experts_by_rank",
+    "matrix_words",
     "state_words",
     "way_words",
 ]
@@ -29,8 +33,8 @@ __all__ = [
 CHUNK = 128
 WARP = 32
 MAX_RANKS = 64
+CONTROL_AT = 14  # word of a ``Group`` at which addresses begin
 _CODE_BITS = 24
-_HEADER = 5
 _NUM_SIGNALS = 3
 _SIGNAL_WORDS = 16
 _ALIGN = 256
@@ -47,6 +51,19 @@ class State(IntEnum):
     BROKEN = 5
     WORST = 6
     PAIRS = 7
+
+
+class Header(IntEnum):
+    """Words of a record, before its counts."""
+
+    KIND = 0
+    CALL = 1
+    SLOT = 2
+    PAIR_LIMIT = 3
+    TOKEN = 4
+    COLUMN = 5
+    VALUE = 6
+    HEADER = 7
 
 
 class Kind(IntEnum):
@@ -68,6 +85,7 @@ class Report(IntEnum):
     FIRST = 2
     SECOND = 3
     THIRD = 4
+    IN_VAIN = 7
     LATE = 8
 
 
@@ -125,13 +143,24 @@ class BucketLayout:
 def way_words(num_tokens: int, num_experts: int, ranks: int, top_k: int) -> int:
     """Words of 8 bytes of a step's routing."""
     chunks = max(1, -(-num_tokens // CHUNK))
-    words = _HEADER + 2 * ranks + num_experts + ranks + num_tokens
+    words = Header.HEADER + 2 * ranks + num_experts + ranks + num_tokens
     return words + -(-(chunks * ranks + num_tokens * (2 * top_k + ranks)) // 2)
 
 
 def control_words(ranks: int, most_local: int) -> int:
-    """Words of a rank's signals and its two pages of records."""
-    return _NUM_SIGNALS * ranks * _SIGNAL_WORDS + 2 * ranks * (_HEADER + 2 * ranks + most_local)
+    """Words of a rank's signals and its four pages of records."""
+    record_words = Header.HEADER + 2 * ranks + most_local
+    return _NUM_SIGNALS * ranks * _SIGNAL_WORDS + 4 * ranks * record_words
+
+
+def begun_words(ranks: int) -> int:
+    """Words of a transport's signals, of which there is one a rank."""
+    return ranks * _SIGNAL_WORDS
+
+
+def matrix_words(ranks: int) -> int:
+    """Words that an eager dispatch gives to the host: its call, all records without experts."""
+    return 1 + ranks * (Header.HEADER + 2 * ranks)
 
 
 def state_words(ranks: int, num_experts: int) -> int:

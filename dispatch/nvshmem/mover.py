@@ -1,7 +1,7 @@
 """A dispatcher's steps over NVSHMEM, as launches on the current stream.
 
-route       ids and weights checked, counts, every row's place       (eager: counts to the host)
-rows        records exchanged, each row written once where it stays, everybody's awaited
+route       ids and weights checked, counts, every row's place (eager: and records exchanged)
+rows        (else records exchanged,) each row written once where it stays, everybody's awaited
 combine     this rank's results announced, everybody's read where they lie, summed
 
 Of a staged call, ``rows`` does not wait (``arrive`` does), and ``ready`` announces results early.
@@ -21,10 +21,12 @@ from crossdock.dispatch.algorithms.base import Algorithm
 from crossdock.dispatch.buckets import BucketMemory
 from crossdock.dispatch.config import DispatchConfig
 from crossdock.dispatch.handle import Handle
-from crossdock.dispatch.mover import Load, Mover
+from crossdock.dispatch.mover import Departure, Load, Mover
 from crossdock.dispatch.nvshmem.bucket import SymmetricBucket
+from crossdock.dispatch.nvshmem.eager import Matrix, pinned_words
 from crossdock.dispatch.nvshmem.launch import Kernels
 from crossdock.dispatch.nvshmem.layout import (
+    CONTROL_AT,
     MAX_RANKS,
     Kind,
     Report,
@@ -44,7 +46,6 @@ from crossdock.dispatch.wire import WireFormat
 
 __all__ = ["NvshmemMover"]
 
-_CONTROL_AT = 13  # word of the kernels' ``Group`` at which addresses begin
 _ALIGN = 16
 
 
@@ -90,17 +91,16 @@ class NvshmemMover(Mover):
         self._state[State.WORST] = -1
         self._code = expert_codes(placement).to(device)
         self._expert_at = experts.to(device)
-        self._summary = pinned_words(1 + 2 * ranks)
+        self._matrix = Matrix(transport)
         self._report = pinned_words(Report.LATE + ranks)
-        self._order = transport.watch(self._report[Report.LATE :])
+        self._order = transport.watch(self._report)
         self._num_discards = 0
         words = [transport.rank, ranks, wire.top_k, wire.hidden, config.num_experts]
         words += [self._num_local, experts.shape[1], round(transport.timeout_s * 1e9)]
-        tensors = (self._state, self._code, self._expert_at, self._summary, self._report)
-        words += [tensor.data_ptr() for tensor in tensors]
+        tensors = (self._state, self._code, self._expert_at, self._matrix.words, self._report)
+        words += [tensor.data_ptr() for tensor in (*tensors, transport.calls)]
         self._group = torch.tensor(words + [0] * MAX_RANKS, dtype=torch.int64, device=device)
         self._kernels = Kernels(wire, device, config.num_sms, self._group)
-        self._counted = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._in_use: dict[int, SymmetricBucket] = {}
         self._outgrown: list[SymmetricBucket] = []  # whose addresses graphs hold
 
@@ -109,8 +109,8 @@ class NvshmemMover(Mover):
     def allocate(self, capacity: int) -> BucketMemory:
         """Describe a bucket and see that there is room; :meth:`connect` takes it."""
         bucket = SymmetricBucket(capacity, self.wire, self.transport.device, self._num_local)
-        if capacity:
-            need = bucket.layout.num_bytes + (0 if self._control else self._control_bytes)
+        need = bucket.layout.num_bytes + (0 if self._control else self._control_bytes)
+        if need:
             self.transport.runtime.require_room(need)
         return bucket
 
@@ -123,7 +123,7 @@ class NvshmemMover(Mover):
             self._control = runtime.allocate(self._control_bytes)
             self._control.buffer.zero_()
             addresses = torch.tensor(self._control.addresses, dtype=torch.int64)
-            ranks = slice(_CONTROL_AT, _CONTROL_AT + len(addresses))
+            ranks = slice(CONTROL_AT, CONTROL_AT + len(addresses))
             self._group[ranks] = addresses.to(self._group.device)
             # Zeros must be there before anybody signals, which all do after the next agreement.
             torch.cuda.synchronize(self.transport.device)
@@ -171,46 +171,91 @@ class NvshmemMover(Mover):
         """Whether the current stream records a graph."""
         return torch.cuda.is_current_stream_capturing()
 
-    def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
-        """Check and count on the device; counts come to the host unless a graph is recorded."""
-        ranks, device = self.transport.world_size, self.transport.device
-        num_tokens, top_k = topk_idx.shape
-        words = way_words(num_tokens, self._num_experts, ranks, top_k)
-        way = torch.empty(words, dtype=torch.int64, device=device)
+    def prepare(
+        self, slot: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, captured: bool
+    ) -> Departure:
+        """Check and count on the device; unless a graph is recorded, agree there with all ranks."""
+        x = self._readable(x)
+        if captured:
+            _, routing = self.route(topk_idx, topk_weights)
+            return Departure(routing=routing, load=Load(x))
+        way, ids, weights = (
+            self._new_way(topk_idx),
+            topk_idx.contiguous(),
+            topk_weights.contiguous(),
+        )
+        ledger = self.transport.ledger
+        ledger.sequence += 1
+        ledger.begun = True  # from here on, what fails on this rank goes on between hosts
+        call = ledger.sequence
         with self.transport.in_order():
+            self._kernels.route(
+                ids,
+                weights,
+                way,
+                everywhere=self._everywhere,
+                call=call,
+                slot=slot,
+                pair_limit=self.pair_limit,
+            )
+        self._matrix.wait(call)
+        if not self._matrix.is_fine:
+            return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
+        rows, pairs = self._matrix.counts()
+        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way)
+        agreed = self._matrix.judge(call, slot, self._in_use[slot].capacity)
+        ledger.begun = agreed is None
+        return Departure(routing=routing, load=Load(x, call=call), agreed=agreed)
+
+    def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
+        """Check and count on the device, and leave it all there."""
+        way = self._new_way(topk_idx)
+        with self.transport.in_order(captured=self.is_capturing()):
             self._kernels.route(
                 topk_idx.contiguous(), topk_weights.contiguous(), way, everywhere=self._everywhere
             )
-            if self.is_capturing():
-                unknown = torch.full((ranks,), -1)
-                return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
-            self._counted.record()
-        self._counted.synchronize()
-        if self._summary[0] != Kind.FINE:
-            return find_problem(topk_idx, topk_weights, self._num_experts), None
-        counts = self._summary.clone()
-        return None, _DeviceRouting(rows=counts[1 : 1 + ranks], pairs=counts[1 + ranks :], way=way)
+        unknown = torch.full((self.transport.world_size,), -1)
+        return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
+
+    def _new_way(self, topk_idx: Tensor) -> Tensor:
+        num_tokens, top_k = topk_idx.shape
+        words = way_words(num_tokens, self._num_experts, self.transport.world_size, top_k)
+        return torch.empty(words, dtype=torch.int64, device=self.transport.device)
 
     def load(self, slot: int, x: Tensor, routing: Counts) -> Load:
-        """Tokens as the kernel reads them: contiguous, at a multiple of 16 bytes."""
+        """Tokens as the kernel reads them."""
+        return Load(self._readable(x))
+
+    @staticmethod
+    def _readable(x: Tensor) -> Tensor:
+        """Contiguous, at a multiple of 16 bytes."""
         x = x.contiguous()
-        return Load(x if x.data_ptr() % _ALIGN == 0 else x.clone())
+        return x if x.data_ptr() % _ALIGN == 0 else x.clone()
 
     def send(self, load: Load, handle: Handle, memory: BucketMemory, *, staged: bool) -> Work:
-        """Exchange records and write rows; needs no answer from the host."""
+        """Write rows; needs no answer from the host."""
         bucket, way = _bucket(memory), _way(handle)
-        bucket.captured |= self.is_capturing()
-        for peer, rows in enumerate(handle.plan.send_rows(self.transport.rank)):
-            self.transport.bytes_to[peer] += max(rows, 0) * self.wire.row_bytes
-        with self.transport.in_order():
+        if handle.captured:
+            bucket.captured = True
+        else:
+            bytes_to, row_bytes = self.transport.bytes_to, self.wire.row_bytes
+            for peer, rows in enumerate(handle.plan.send_rows(self.transport.rank)):
+                bytes_to[peer] += rows * row_bytes
+        with self.transport.in_order(captured=handle.captured):
             self._kernels.rows(
-                bucket.table, load.rows, way, self.pair_limit, poison=self._debug, staged=staged
+                bucket.table,
+                load.rows,
+                way,
+                self.pair_limit,
+                poison=self._debug,
+                staged=staged,
+                call=load.call,
             )
-        return _Arrival(self, bucket) if staged else Done()
+        return _Arrival(self, bucket, captured=handle.captured) if staged else Done()
 
-    def await_rows(self, bucket: SymmetricBucket) -> None:
+    def await_rows(self, bucket: SymmetricBucket, *, captured: bool) -> None:
         """Wait for everybody's rows, in stream order."""
-        with self.transport.in_order():
+        with self.transport.in_order(captured=captured):
             self._kernels.arrive(bucket.table)
 
     def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
@@ -250,19 +295,20 @@ class NvshmemMover(Mover):
         bucket, way = self._in_use[handle.slot], _way(handle)
         target = out if _is_aligned(out) else out.new_empty(out.shape)
         if y.shape[1] * y.dtype.itemsize > bucket.layout.y_bytes:
-            return lambda: self._combine_in_parts(y, bucket, way, target, out)
-        with self.transport.in_order():
+            return lambda: self._combine_in_parts(y, handle, bucket, target, out)
+        captured = handle.captured
+        with self.transport.in_order(captured=captured):
             place = bucket.results_as(y.dtype, y.shape[1])
             if y.data_ptr() != place.data_ptr() or not y.is_contiguous():
                 num_rows = bucket.capacity
-                if not handle.captured:
+                if not captured:
                     num_rows = handle.plan.received[self.transport.rank]
                 place[:num_rows].copy_(y[:num_rows])
             if staged:
                 self._kernels.ready()
 
         def finish() -> None:
-            with self.transport.in_order():
+            with self.transport.in_order(captured=captured):
                 self._kernels.combine(bucket.table, way, y.dtype, target, announced=staged)
                 if target is not out:
                     out.copy_(target)
@@ -270,12 +316,12 @@ class NvshmemMover(Mover):
         return finish
 
     def _combine_in_parts(
-        self, y: Tensor, bucket: SymmetricBucket, way: Tensor, target: Tensor, out: Tensor
+        self, y: Tensor, handle: Handle, bucket: SymmetricBucket, target: Tensor, out: Tensor
     ) -> None:
         """Results of a wider dtype than the slot has room for: some columns at a time."""
-        hidden = y.shape[1]
+        hidden, way = y.shape[1], _way(handle)
         width = bucket.layout.y_bytes // y.dtype.itemsize // 8 * 8
-        with self.transport.in_order():
+        with self.transport.in_order(captured=handle.captured):
             for first in range(0, hidden, width):
                 part = y[:, first : first + width]
                 bucket.results_as(y.dtype, part.shape[1]).copy_(part)
@@ -303,16 +349,11 @@ class NvshmemMover(Mover):
 class _Arrival:
     """Rows that other ranks write to this rank's bucket."""
 
-    def __init__(self, mover: NvshmemMover, bucket: SymmetricBucket) -> None:
-        self._mover, self._bucket = mover, bucket
+    def __init__(self, mover: NvshmemMover, bucket: SymmetricBucket, *, captured: bool) -> None:
+        self._mover, self._bucket, self._captured = mover, bucket, captured
 
     def wait(self) -> None:
-        self._mover.await_rows(self._bucket)
-
-
-def pinned_words(count: int) -> Tensor:
-    """Zeros int64 [count] on the host, which kernels write to."""
-    return torch.zeros(count, dtype=torch.int64, pin_memory=True)
+        self._mover.await_rows(self._bucket, captured=self._captured)
 
 
 def _bucket(memory: BucketMemory) -> SymmetricBucket:

@@ -123,6 +123,13 @@ class Transport(ABC):
     def close(self) -> None:
         """Let go of what the transport holds. Never waits for a lost rank."""
 
+    def announce(self, call: int) -> None:  # noqa: B027 - most agree in one way only
+        """Tell ranks that may wait elsewhere that this one takes a call to :meth:`exchange`.
+
+        Args:
+            call: Its number, from the ledger.
+        """
+
     def set_timeout(self, timeout_s: float) -> None:
         """Change the limit for every later call; each dispatcher sets its own when it is made."""
         self.timeout_s = timeout_s

@@ -1,23 +1,25 @@
 """GPUs that reach each other's memory through NVSHMEM.
 
 Records travel between hosts, over a transport that is there already, so bad arguments and lost
-ranks are found as everywhere. Rows are moved by ``crossdock.dispatch.nvshmem.mover``.
+ranks are found as everywhere; but dispatches that nothing speaks against are agreed on by kernels.
+Those, and the rows, are the matter of ``crossdock.dispatch.nvshmem.mover``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from crossdock.dispatch.nvshmem.layout import MAX_RANKS
+from crossdock.dispatch.nvshmem.launch import Ring, raw_stream
+from crossdock.dispatch.nvshmem.layout import CONTROL_AT, MAX_RANKS, Report, begun_words
 from crossdock.dispatch.nvshmem.runtime import Runtime, Symmetric
 from crossdock.dispatch.transports.base import Done, Transport, Work
+from crossdock.dispatch.transports.watch import gather_processes
 from crossdock.scratch.errors import CapacityError, RankTimeout, TransportUnavailable
 
 __all__ = ["NvshmemTransport"]
@@ -53,12 +55,20 @@ class NvshmemTransport(Transport):
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize(self.device)  # NVSHMEM joins the context that torch has made
         self.runtime = Runtime(host, self.device)
-        self._late: dict[int, npt.NDArray[np.int64]] = {}
+        self._processes = gather_processes(host)
+        self._reports: dict[int, memoryview] = {}
         self._num_owners = 0
         self._discarded: dict[int, Sequence[Symmetric]] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._order = _Order(self.device)
         self._outbox: Symmetric | None = None
+        self._begun = self.runtime.allocate(8 * begun_words(self.world_size))
+        self._begun.buffer.zero_()
+        words = [self.rank, self.world_size] + [0] * (CONTROL_AT - 2) + self._begun.addresses
+        words += [0] * (MAX_RANKS - self.world_size)
+        self.calls = torch.tensor(words, dtype=torch.int64, device=self.device)
+        self._ring = Ring(self.device, self.calls)
+        torch.cuda.synchronize(self.device)
+        host.exchange(torch.zeros(1, dtype=torch.int64))  # zeros are there before anybody rings
 
     # ---- what every transport does -------------------------------------------------------------
 
@@ -78,6 +88,11 @@ class NvshmemTransport(Transport):
         self._swap(send, [0] * self.world_size, recv, rows)
         return Done()
 
+    def announce(self, call: int) -> None:
+        """Tell ranks whose kernels wait for this one's record that none will come."""
+        with self.in_order():
+            self._ring(call)
+
     def set_timeout(self, timeout_s: float) -> None:
         """Change the limit of the host's exchanges too."""
         super().set_timeout(timeout_s)
@@ -86,11 +101,25 @@ class NvshmemTransport(Transport):
     def require_working(self) -> None:
         """Raise what broke the transport, waits on the device that ended in vain included."""
         if self.ledger.broken is None:
-            for late in self._late.values():
-                if late.any():
-                    missing = {int(rank): "did not arrive" for rank in late.nonzero()[0]}
-                    raise self.break_with(missing, "a kernel")
+            for report in self._reports.values():
+                if report[Report.IN_VAIN]:
+                    late = [rank for rank, word in enumerate(report[Report.LATE :]) if word]
+                    raise self._lost(late, "a kernel")
         super().require_working()
+
+    def look_for_dead(self, during: str) -> None:
+        """Raise if a rank's process has ended, for which a kernel would wait in vain."""
+        dead = [
+            rank
+            for rank, process in enumerate(self._processes)
+            if (process.trouble() or "").startswith("is dead")
+        ]
+        if dead:
+            raise self._lost(dead, during)
+
+    def _lost(self, ranks: list[int], during: str) -> RankTimeout:
+        states = {rank: self._processes[rank].trouble() or "did not arrive" for rank in ranks}
+        return self.break_with(states, during)
 
     def close(self) -> None:
         """Give back all memory and stop NVSHMEM, all ranks together; only leave if one is lost."""
@@ -106,36 +135,27 @@ class NvshmemTransport(Transport):
 
     # ---- what movers ask -----------------------------------------------------------------------
 
-    def watch(self, late: Tensor) -> int:
-        """Look at what kernels report (pinned int64 [R], not 0 for a late rank) in every call.
+    def watch(self, report: Tensor) -> int:
+        """Look in every call at what kernels report (pinned int64, ``Report``).
 
         Returns:
             A number for whose they are, equal on all ranks.
         """
         self._num_owners += 1
-        self._late[self._num_owners] = late.numpy()
+        self._reports[self._num_owners] = memoryview(report.numpy())  # type: ignore[arg-type]
         return self._num_owners
 
     def unwatch(self, owner: int) -> None:
         """Look no more."""
-        self._late.pop(owner, None)
+        self._reports.pop(owner, None)
 
-    @contextmanager
-    def in_order(self) -> Iterator[None]:
+    def in_order(self, *, captured: bool = False) -> AbstractContextManager[None]:
         """Launches of one transport follow each other, whatever streams they are on.
 
-        In a graph the caller's own forks and joins decide.
+        Args:
+            captured: They are recorded in a graph, where the caller's own forks and joins decide.
         """
-        if torch.cuda.is_current_stream_capturing():
-            yield
-            return
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream(self.device)
-            if self._stream is not None and self._stream != stream:
-                stream.wait_event(self._last)
-            yield
-            self._last.record(stream)
-        self._stream = stream
+        return nullcontext() if captured else self._order
 
     def discard(self, key: int, memories: Sequence[Symmetric]) -> None:
         """Free memory later, when all ranks have discarded theirs under the same key.
@@ -210,3 +230,37 @@ class NvshmemTransport(Transport):
             self.runtime.free(self._outbox)
         self._outbox = self.runtime.allocate(size)
         return self._outbox
+
+
+class _Order(AbstractContextManager[None]):
+    """Inside of it the device is the current one, and its stream comes after the last one inside.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._current = torch.cuda.device(device)
+        self._stream: torch.cuda.Stream | None = None
+        self._raw_stream = -1
+        self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> None:
+        self._current.__enter__()  # type: ignore[no-untyped-call]
+        raw = raw_stream(self._device)
+        if raw == self._raw_stream:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            stream.wait_event(self._last)
+        self._stream, self._raw_stream = stream, raw
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._last.record(self._stream)
+        self._current.__exit__(kind, error, traceback)

@@ -8,6 +8,7 @@ the slow. The first to find out writes it down, and the others take its word.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -16,9 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-__all__ = ["Notices", "Process", "Watch"]
+import torch
+
+if TYPE_CHECKING:
+    from crossdock.dispatch.transports.base import Transport
+
+__all__ = ["Notices", "Process", "Watch", "gather_processes"]
 
 T = TypeVar("T")
 
@@ -65,6 +71,17 @@ def _stat(pid: str) -> tuple[str, str]:
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(")")[2].split()
     return fields[0], fields[19]
+
+
+def gather_processes(transport: Transport) -> list[Process]:
+    """Where each rank runs, as far as that is this host. Collective."""
+    this = Process.this()
+    host = int.from_bytes(hashlib.sha256(this.host.encode()).digest()[:7], "little")
+    said = transport.exchange(torch.tensor([host, this.pid, int(this.started)])).tolist()
+    return [
+        Process(this.host if there == host else "another host", pid, str(started))
+        for there, pid, started in said
+    ]
 
 
 class Notices(Protocol):

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from crossdock.dispatch.nvshmem import eager as eager_module
 from crossdock.dispatch.nvshmem import launch as launch_module
 from crossdock.dispatch.nvshmem import mover as mover_module
 from crossdock.dispatch.nvshmem.runtime import Symmetric
@@ -47,7 +48,9 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         return _Kernel(folder, path, name, tuple(sorted(defines.items())))
 
     monkeypatch.setattr(launch_module, "Launch", load)
-    monkeypatch.setattr(mover_module, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
+    for module in (eager_module, mover_module):
+        monkeypatch.setattr(module, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
+    monkeypatch.setattr(transport_module, "raw_stream", lambda _: 0)
     monkeypatch.setattr(transport_module, "Runtime", _Runtime)
     event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
     for name, fake in {
@@ -131,8 +134,15 @@ def _build(folder: Path, path: Path, defines: tuple) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def _inline(path: Path) -> str:
+def _inline(path: Path, seen: set[str] | None = None) -> str:
+    seen = set() if seen is None else seen
+
+    def included(found: re.Match[str]) -> str:
+        name = found.group(1)
+        if name in seen:
+            return ""
+        seen.add(name)
+        return _inline(path.parent / name, seen)
+
     text = path.read_text().replace("#pragma once", "")
-    return re.sub(
-        r'#include "(\w+\.cuh)"', lambda found: _inline(path.parent / found.group(1)), text
-    )
+    return re.sub(r'#include "(\w+\.cuh)"', included, text)

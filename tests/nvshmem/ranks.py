@@ -22,8 +22,11 @@ from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.wire import quantize
 from crossdock.scratch.errors import (
     CapacityError,
+    DisagreementError,
     HandleError,
     LockedError,
+    PeerClosed,
+    PeerFailed,
     RankTimeout,
     RoutingError,
 )
@@ -161,6 +164,86 @@ def bad_input_on_one_rank_is_everybody_s_error(transport: Transport) -> None:
             with pytest.raises(RoutingError, match=f"rank {last}"):
                 dispatcher.dispatch(x, ids, weights)
         check_step(case, 0, transport.rank, one_step(dispatcher, transport, case, 0))
+
+
+def eager_dispatches_need_no_exchange_between_hosts(transport: Transport) -> None:
+    """Unless a bucket grows: then one to agree on that, and those that take memory."""
+    ranks = transport.world_size
+    case = simple_case([(40,) * ranks, (17,) * ranks, (300,) * ranks])
+    exchange, exchanges = transport._exchange, []
+
+    def counted(record):
+        exchanges.append(len(record))
+        return exchange(record)
+
+    transport._exchange = counted
+    try:
+        with case.dispatcher(transport) as dispatcher:
+            for step, are_wanted in ((0, True), (0, False), (1, False), (2, True), (1, False)):
+                exchanges.clear()
+                rows, handle = send(dispatcher, case.batch(step, transport.rank), transport.device)
+                assert bool(exchanges) == are_wanted, (step, exchanges)
+                assert rows.num_rows == len(expected_rows(case, step, transport.rank).x)
+                dispatcher.combine(rows.y, handle)
+    finally:
+        del transport._exchange
+
+
+def ranks_in_different_calls_all_hear_of_it_and_go_on(transport: Transport) -> None:
+    """Eagerly, and whatever graphs have been replayed in between."""
+    rank, ranks = transport.rank, transport.world_size
+    if ranks == 1:
+        return
+    last = ranks - 1
+    case = simple_case([(40,) * ranks, (40,) * ranks], hidden=64, debug=False)
+    with case.dispatcher(transport, num_slots=3) as dispatcher, case.dispatcher(transport) as other:
+        one_step(dispatcher, transport, case, 0)
+        rows, handle = send(dispatcher, case.batch(0, rank), transport.device)
+        dispatcher.combine(rows.y, handle)
+        other_rows, other_handle = send(other, case.batch(0, rank), transport.device)
+        dispatcher.lock()
+        graph = Graph(dispatcher, case, 40)
+        batch = case.batch(1, rank).to(transport.device)
+        calls = {
+            "combine": lambda: other.combine(other_rows.y, other_handle),
+            "lock": dispatcher.lock,
+            "check": dispatcher.check,
+            "dispatch(handle=)": lambda: dispatcher.dispatch(batch[0], handle=handle),
+            "dispatch": lambda: other.dispatch(*batch),  # of another dispatcher, without a slot
+        }
+        for turn, (name, call) in enumerate(calls.items()):
+            began = time.monotonic()
+            with pytest.raises(DisagreementError, match=f"rank {last}"):
+                call() if rank == last else dispatcher.dispatch(*batch)
+            assert time.monotonic() - began < 5, name
+            for _ in range(turn % 3):
+                graph.fill(case.batch(turn % 2, rank))
+                graph.replay()
+                assert graph.is_right(), name
+            check_step(case, 1, rank, one_step(dispatcher, transport, case, 1))
+        other.combine(other_rows.y, other_handle)
+        with pytest.raises(DisagreementError, match="dispatcher"):
+            (other if rank == last else dispatcher).dispatch(*batch)
+        for dispatcher_ in (other, dispatcher, other):
+            check_step(case, 1, rank, one_step(dispatcher_, transport, case, 1))
+        dispatcher.check()
+
+
+def a_rank_that_ends_is_named_by_those_that_dispatch(transport: Transport) -> None:
+    rank, ranks = transport.rank, transport.world_size
+    if ranks == 1:
+        return
+    last = ranks - 1
+    case = simple_case([(9,) * ranks])
+    for error in (PeerFailed, PeerClosed):
+        dispatcher = case.dispatcher(transport)
+        one_step(dispatcher, transport, case, 0)
+        if rank == last:
+            dispatcher.abort(ValueError("no more")) if error is PeerFailed else dispatcher.close()
+        else:
+            with pytest.raises(error, match=f"rank {last}"):
+                send(dispatcher, case.batch(0, rank), transport.device)
+        dispatcher.close()
 
 
 def growth_that_fails_on_one_rank_leaves_all_as_they_were(transport: Transport) -> None:
@@ -449,6 +532,27 @@ def a_transport_closes_and_opens_again(transport: Transport) -> None:
     check_all(transport, ragged(transport.world_size, steps=2))
 
 
+def a_rank_that_misses_an_eager_step_is_named(transport: Transport) -> None:
+    """By its own, as the transport is broken afterwards."""
+    rank, ranks = transport.rank, transport.world_size
+    if ranks == 1:
+        return
+    case = simple_case([(16,) * ranks], hidden=64, debug=False, timeout_s=2.0)
+    dispatcher = case.dispatcher(transport)
+    one_step(dispatcher, transport, case, 0)
+    if rank == ranks - 1:
+        time.sleep(6)
+        return
+    began = time.monotonic()
+    with pytest.raises(RankTimeout, match=f"rank {ranks - 1}") as caught:
+        send(dispatcher, case.batch(0, rank), transport.device)
+    assert caught.value.ranks == (ranks - 1,)
+    assert time.monotonic() - began < 4
+    with pytest.raises(RankTimeout):
+        send(dispatcher, case.batch(0, rank), transport.device)
+    dispatcher.close()
+
+
 def a_rank_that_never_comes_is_named(transport: Transport) -> None:
     """The last check: the transport is broken afterwards."""
     ranks, rank = transport.world_size, transport.rank
@@ -484,6 +588,9 @@ CHECKS = [
     a_handle_s_way_is_taken_again,
     any_y_and_out_will_do,
     bad_input_on_one_rank_is_everybody_s_error,
+    eager_dispatches_need_no_exchange_between_hosts,
+    ranks_in_different_calls_all_hear_of_it_and_go_on,
+    a_rank_that_ends_is_named_by_those_that_dispatch,
     growth_that_fails_on_one_rank_leaves_all_as_they_were,
     a_step_too_large_for_a_lock_is_refused_everywhere,
     two_dispatchers_and_two_slots_interleave,
@@ -495,6 +602,7 @@ CHECKS = [
     two_thousand_steps_are_right,
 ]
 LAST = [a_transport_closes_and_opens_again, a_rank_that_never_comes_is_named]
+ALONE = [a_rank_that_misses_an_eager_step_is_named]  # if asked for by name
 
 
 def main() -> int:
@@ -513,7 +621,9 @@ def main() -> int:
     say(f"connected in {time.monotonic() - began:.1f} s")
     # A failure ends the checks of ranks that wait for each other, so two of them begin at the end.
     checks = (CHECKS[::-1] if ranks == 2 else CHECKS) + LAST
-    for check in [check for check in checks if not wanted or check.__name__ in wanted]:
+    if wanted:
+        checks = [check for check in checks + ALONE if check.__name__ in wanted]
+    for check in checks:
         began = time.monotonic()
         if check in LAST:
             transport.close()

@@ -42,3 +42,10 @@ def test_every_check_holds_on_the_rig(world_size):
     with mps() as variables:
         command = ["-m", "tests.nvshmem.ranks"]
         assert run_on_rig(world_size, command, timeout_s=120, environment=variables) == 0
+
+
+@pytest.mark.gpu
+def test_a_rank_that_misses_an_eager_step_is_named_on_the_rig():
+    with mps() as variables:
+        command = ["-m", "tests.nvshmem.ranks", "a_rank_that_misses_an_eager_step_is_named"]
+        assert run_on_rig(3, command, timeout_s=60, environment=variables) == 0

@@ -1,0 +1,87 @@
+"""Eager dispatches that ranks agree on by kernels alone: what the host makes of their matrix."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from crossdock.dispatch.mover import Agreed
+from crossdock.dispatch.nvshmem.layout import Header, Kind, matrix_words
+from crossdock.dispatch.slots import SlotPlan
+from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+
+__all__ = ["Matrix", "pinned_words"]
+
+_LOOK_S = 0.1  # between looks for ranks that died
+
+
+class Matrix:
+    """The records of all ranks, which a kernel writes to pinned memory.
+
+    Args:
+        transport: Of the ranks.
+
+    Attributes:
+        words: int64, where the kernel writes: the call, then [R, header, rows [R], pairs [R]].
+    """
+
+    def __init__(self, transport: NvshmemTransport) -> None:
+        self._transport = transport
+        self.words = pinned_words(matrix_words(transport.world_size))
+        self._call = memoryview(self.words.numpy())  # type: ignore[arg-type]
+        self._records = self.words.numpy()[1:].reshape(transport.world_size, -1)
+
+    def wait(self, call: int) -> None:
+        """Wait for the kernel of a call; what it wrote is valid until the next one is launched.
+
+        Raises:
+            RankTimeout: A rank did not come in time, or is dead.
+        """
+        looked = time.monotonic()
+        while self._call[0] != call:
+            if self._call[0] == -call:
+                self._transport.require_working()
+            if time.monotonic() - looked > _LOOK_S:
+                self._transport.look_for_dead("dispatch")
+                looked = time.monotonic()
+
+    def judge(self, call: int, slot: int, capacity: int) -> Agreed | None:
+        """What ranks have agreed on; None if they have to go on in the exchange of the hosts.
+
+        They all come to the same end, for they see the same matrix. They go on between hosts if a
+        rank has trouble or is in another call (its record is an older call's then), or if the step
+        does not fit.
+
+        Args:
+            call: Number of the call.
+            slot: That this rank chose.
+            capacity: Rows that the slot holds, on every rank.
+        """
+        records, ranks = self._records, self._transport.world_size
+        if (records[:, : Header.SLOT + 1] != (Kind.FINE, call, slot)).any():
+            return None
+        plan = SlotPlan(records[:, Header.HEADER : Header.HEADER + ranks].copy())
+        pairs: list[int] = records[:, Header.HEADER + ranks :].sum(0).tolist()
+        limits = records[:, Header.PAIR_LIMIT].tolist()
+        if max(plan.received) > capacity or any(
+            0 <= limit < need for limit, need in zip(limits, pairs, strict=True)
+        ):
+            return None
+        return Agreed(call, plan, pairs, [slot] * ranks)
+
+    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's int64 [R] rows and pairs to each rank."""
+        mine = torch.from_numpy(self._records[self._transport.rank, Header.HEADER :].copy())
+        rows, pairs = mine.view(2, -1)
+        return rows, pairs
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether this rank's ids and weights can be used."""
+        return bool(self._records[self._transport.rank, Header.KIND] == Kind.FINE)
+
+
+def pinned_words(count: int) -> torch.Tensor:
+    """Zeros int64 [count] on the host, which kernels write to."""
+    return torch.zeros(count, dtype=torch.int64, pin_memory=True)
