@@ -424,7 +424,7 @@ class Dispatcher:
         config, device = self.config, self.transport.device
         if handle is None:
             problem = check_hidden_states(x, config, device)
-            problem = problem or check_routing(topk_idx, topk_weights, len(x), config, device)
+            problem = problem or check_routing(topk_idx, topk_weights, x.shape[0], config, device)
         elif topk_idx is not None or topk_weights is not None:
             problem = Problem(
                 ProblemKind.ROUTING, "dispatch: a handle, or ids and weights, not both"
@@ -593,7 +593,10 @@ class Dispatcher:
         )
 
     def _free_slot(self) -> int | None:
-        return next((i for i, slot in enumerate(self._slots) if slot.handle is None), None)
+        for index, slot in enumerate(self._slots):
+            if slot.handle is None:
+                return index
+        return None
 
     def _find_handle_problem(
         self, handle: Handle, call: str, *, captured: bool, in_flight: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import Tensor
 
 from crossdock.dispatch.mover import Agreed
 from crossdock.dispatch.nvshmem.layout import Header, Kind, matrix_words
@@ -13,6 +14,8 @@ from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 
 __all__ = ["Matrix", "pinned_words"]
 
+# Members of an enumeration are slow to look up.
+_FINE, _HEADER, _KIND, _TOKEN = map(int, (Kind.FINE, Header.HEADER, Header.KIND, Header.TOKEN))
 _LOOK_S = 0.1  # between looks for ranks that died
 
 
@@ -31,6 +34,9 @@ class Matrix:
         self.words = pinned_words(matrix_words(transport.world_size))
         self._call = memoryview(self.words.numpy())  # type: ignore[arg-type]
         self._records = self.words.numpy()[1:].reshape(transport.world_size, -1)
+        self._mine = memoryview(self._records[transport.rank])  # type: ignore[arg-type]
+        self._rows = self._records[:, _HEADER : _HEADER + transport.world_size]
+        self._pairs = self._records[:, _HEADER + transport.world_size :]
 
     def wait(self, call: int) -> None:
         """Wait for the kernel of a call; what it wrote is valid until the next one is launched.
@@ -58,30 +64,30 @@ class Matrix:
             slot: That this rank chose.
             capacity: Rows that the slot holds, on every rank.
         """
-        records, ranks = self._records, self._transport.world_size
-        if (records[:, : Header.SLOT + 1] != (Kind.FINE, call, slot)).any():
-            return None
-        plan = SlotPlan(records[:, Header.HEADER : Header.HEADER + ranks].copy())
-        pairs: list[int] = records[:, Header.HEADER + ranks :].sum(0).tolist()
-        limits = records[:, Header.PAIR_LIMIT].tolist()
+        limits = []
+        for kind, said, chosen, limit in self._records[:, :_TOKEN].tolist():
+            if kind != _FINE or said != call or chosen != slot:
+                return None
+            limits.append(limit)
+        plan = SlotPlan(self._rows.copy())
+        pairs: list[int] = self._pairs.sum(0).tolist()
         if max(plan.received) > capacity or any(
             0 <= limit < need for limit, need in zip(limits, pairs, strict=True)
         ):
             return None
-        return Agreed(call, plan, pairs, [slot] * ranks)
-
-    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's int64 [R] rows and pairs to each rank."""
-        mine = torch.from_numpy(self._records[self._transport.rank, Header.HEADER :].copy())
-        rows, pairs = mine.view(2, -1)
-        return rows, pairs
+        return Agreed(call, plan, pairs, [slot] * len(pairs))
 
     @property
     def is_fine(self) -> bool:
         """Whether this rank's ids and weights can be used."""
-        return bool(self._records[self._transport.rank, Header.KIND] == Kind.FINE)
+        return bool(self._mine[_KIND] == _FINE)
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """This rank's int64 [R] rows and pairs to each rank."""
+        rank = self._transport.rank
+        return torch.from_numpy(self._rows[rank].copy()), torch.from_numpy(self._pairs[rank].copy())
 
 
-def pinned_words(count: int) -> torch.Tensor:
+def pinned_words(count: int) -> Tensor:
     """Zeros int64 [count] on the host, which kernels write to."""
     return torch.zeros(count, dtype=torch.int64, pin_memory=True)

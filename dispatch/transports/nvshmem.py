@@ -26,6 +26,7 @@ __all__ = ["NvshmemTransport"]
 
 logger = logging.getLogger(__name__)
 
+_IN_VAIN = int(Report.IN_VAIN)  # members of an enumeration are slow to look up
 _KEYS = 16  # discards that ranks tell each other of at a time
 
 
@@ -102,7 +103,7 @@ class NvshmemTransport(Transport):
         """Raise what broke the transport, waits on the device that ended in vain included."""
         if self.ledger.broken is None:
             for report in self._reports.values():
-                if report[Report.IN_VAIN]:
+                if report[_IN_VAIN]:
                     late = [rank for rank, word in enumerate(report[Report.LATE :]) if word]
                     raise self._lost(late, "a kernel")
         super().require_working()

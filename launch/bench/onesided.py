@@ -51,9 +51,9 @@ DEFINITIONS = {
     "dispatch and combine": "one graph of both, as a layer's step is captured; results as they lie",
     "two barriers": "graph: two bare flag barriers",
     "route, rows, arrive": "the dispatch's kernels, launched eagerly, between events",
-    "eager": "host time of a dispatch of 128 tokens, medians of the slowest rank: the call; of it the "
-    "poll for the records that a kernel writes; the rest (host). No records travel between hosts. "
-    "Beside it a combine, and of it the exchange of records between hosts",
+    "eager": "host time of a dispatch of 128 tokens, medians of the slowest rank: the call; of it "
+    "the poll for the records that a kernel writes; the rest (host). No records travel between "
+    "hosts. Beside it a combine, and of it the exchange of records between hosts",
 }
 
 
