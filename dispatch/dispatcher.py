@@ -45,7 +45,11 @@ from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.mover import Agreed, Departure, Load
 from crossdock.dispatch.pending import Pending
 from crossdock.dispatch.placement import ExpertPlacement
-from crossdock.dispatch.refusals import refuse_what_does_not_fit, require_one_dtype
+from crossdock.dispatch.refusals import (
+    refuse_what_does_not_fit,
+    require_one_dtype,
+    require_one_slot,
+)
 from crossdock.dispatch.routing import Counts
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.settings import compare_settings, settings_of
@@ -253,6 +257,8 @@ class Dispatcher:
         )
         assert index is not None and routing is not None
         slots = agreement.values[:, 1].tolist()
+        if self._mover.symmetric:
+            require_one_slot(slots)
         if handle is None or handle.slot is not None:
             agreed = Agreed(
                 agreement.sequence,

@@ -6,7 +6,7 @@ from crossdock.dispatch.agreement import Agreement, mark_agreed
 from crossdock.dispatch.config import DTYPES, DispatchConfig
 from crossdock.scratch.errors import DisagreementError, LockedError
 
-__all__ = ["refuse_what_does_not_fit", "require_one_dtype"]
+__all__ = ["refuse_what_does_not_fit", "require_one_dtype", "require_one_slot"]
 
 
 def refuse_what_does_not_fit(
@@ -57,6 +57,27 @@ def require_one_dtype(agreement: Agreement) -> None:
             DisagreementError(
                 f"combine: y is {DTYPES[codes[0]]} on rank 0 and {DTYPES[codes[differ[0]]]} on "
                 f"rank {differ[0]}: one dtype on all ranks",
+                ranks=(differ[0],),
+            )
+        )
+
+
+def require_one_slot(slots: list[int]) -> None:
+    """Raise if ranks chose different slots where a slot's memory is one over all ranks.
+
+    Args:
+        slots: [R] what each rank chose.
+
+    Raises:
+        DisagreementError: Names the first rank that differs from rank 0, and both slots.
+    """
+    differ = [rank for rank, slot in enumerate(slots) if slot != slots[0]]
+    if differ:
+        raise mark_agreed(
+            DisagreementError(
+                f"dispatch: slot {slots[0]} is free on rank 0 and slot {slots[differ[0]]} on rank "
+                f"{differ[0]}: wait() for staged combines in one order on all ranks, before the "
+                "next dispatch",
                 ranks=(differ[0],),
             )
         )

@@ -149,7 +149,7 @@ __device__ __forceinline__ bool is_last_block(i64* state, State which) {
 // Wait until the word of `source` has come to `value`, or until `given_up`. False if it did not in
 // time, now or earlier: then the group is broken for good, and what was waited for is not there.
 __device__ __forceinline__ bool reaches(const Group& group, const i64* at, i64 value, i64 source,
-                                        const volatile int* given_up = nullptr, i64 what = 1) {
+                                        i64 what, const volatile int* given_up = nullptr) {
   volatile i64* broken = group.state + BROKEN;
   const i64 began = nanoseconds();
   while (load_acquire(at) < value) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ bool await(const Group& group, Signal signal, i64 epo
   bool came = true;
   for (int source = threadIdx.x; source < group.ranks; source += blockDim.x) {
     const i64* at = signal_on(group, group.rank, signal, source);
-    came &= reaches(group, at, epoch, source, nullptr, 1 + signal);
+    came &= reaches(group, at, epoch, source, 1 + signal);
   }
   return __syncthreads_and(came && !*static_cast<volatile i64*>(group.state + BROKEN));
 }

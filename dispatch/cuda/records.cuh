@@ -44,19 +44,15 @@ __device__ void agree(const Group& group, const Way& way, i64 call, i64 slot, i6
   const i64 page = page_of_call(call);
   __shared__ int elsewhere;
   if (threadIdx.x == 0) elsewhere = 0;
-  // A rank that has come to the call before reads the page of the one before that no more.
-  bool came = true;
-  for (int source = threadIdx.x; source < ranks; source += blockDim.x) {
-    came &= reaches(group, signal_on(calls, group.rank, BEGUN, source), begun(call - 1), source);
-  }
-  came = __syncthreads_and(came);
+  // A rank whose rows of the last step have arrived reads no page of that step any more.
+  bool came = await(group, ARRIVED, group.state[DISPATCHES]);
   if (came) {
     write_record(group, way, page, pair_limit, call, slot);
     __syncthreads();
     post(calls, BEGUN, begun(call));
     for (int source = threadIdx.x; source < ranks; source += blockDim.x) {
       const i64* at = signal_on(calls, group.rank, BEGUN, source);
-      came &= reaches(group, at, begun(call), source, &elsewhere);
+      came &= reaches(group, at, begun(call), source, 1 + BEGUN, &elsewhere);
       if (load_acquire(at) == begun_on_host(call)) *static_cast<volatile int*>(&elsewhere) = 1;
     }
     came = __syncthreads_and(came);

@@ -34,7 +34,7 @@ class Matrix:
         self.words = pinned_words(matrix_words(transport.world_size))
         self._call = memoryview(self.words.numpy())  # type: ignore[arg-type]
         self._records = self.words.numpy()[1:].reshape(transport.world_size, -1)
-        self._mine = memoryview(self._records[transport.rank])  # type: ignore[arg-type]
+        self._mine = memoryview(self._records[transport.rank])
         self._rows = self._records[:, _HEADER : _HEADER + transport.world_size]
         self._pairs = self._records[:, _HEADER + transport.world_size :]
 

@@ -349,8 +349,8 @@ def _measure_eager(transport: Transport) -> dict[str, float]:
         mover = dispatcher._mover
         assert isinstance(mover, NvshmemMover)
         device, hosts = _Timed(mover._matrix.wait), _Timed(transport._exchange)
-        mover._matrix.wait = device  # type: ignore[method-assign]
-        transport._exchange = hosts  # type: ignore[method-assign]
+        mover._matrix.wait = device  # type: ignore[assignment, method-assign]
+        transport._exchange = hosts  # type: ignore[assignment, method-assign]
         for round_ in range(-WARM_UP, 50):
             torch.cuda.synchronize()
             transport.exchange(torch.zeros(1, dtype=torch.int64))
