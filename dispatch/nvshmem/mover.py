@@ -120,19 +120,13 @@ class NvshmemMover(Mover):
         torch.cuda.synchronize(self.transport.device)  # nobody uses what is given back
         self.transport.collect_garbage()
         if self._control is None:
-            self._control = runtime.allocate(self._control_bytes)
-            self._control.buffer.zero_()
-            addresses = torch.tensor(self._control.addresses, dtype=torch.int64)
-            ranks = slice(CONTROL_AT, CONTROL_AT + len(addresses))
-            self._group[ranks] = addresses.to(self._group.device)
-            # Zeros must be there before anybody signals, which all do after the next agreement.
-            torch.cuda.synchronize(self.transport.device)
-        buckets = []
-        for slot, bucket in memories:
-            assert isinstance(bucket, SymmetricBucket)
-            buckets.append((slot, bucket))
-            if bucket.memory is None and bucket.capacity:
-                bucket.take(runtime.allocate(bucket.layout.num_bytes))
+            self._take_control()
+        buckets = [(slot, _bucket(memory)) for slot, memory in memories]
+        # Memory taken in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            for _, bucket in buckets:
+                if bucket.memory is None and bucket.capacity:
+                    bucket.take(runtime.allocate(bucket.layout.num_bytes))
 
         def commit() -> None:
             for slot, bucket in buckets:
@@ -146,6 +140,14 @@ class NvshmemMover(Mover):
                     runtime.free(old.memory)
 
         return commit
+
+    def _take_control(self) -> None:
+        self._control = self.transport.runtime.allocate(self._control_bytes)
+        self._control.buffer.zero_()
+        addresses = torch.tensor(self._control.addresses, dtype=torch.int64)
+        self._group[CONTROL_AT : CONTROL_AT + len(addresses)] = addresses.to(self._group.device)
+        # Zeros must be there before anybody signals, which all do after the next agreement.
+        torch.cuda.synchronize(self.transport.device)
 
     def release_captured(self) -> None:
         """Let go of outgrown buckets that graphs held."""
@@ -340,7 +342,7 @@ class NvshmemMover(Mover):
         torch.cuda.synchronize(self.transport.device)
         self.transport.require_working()
         what, rank, first, second, third = self._report[: Report.THIRD + 1].tolist()
-        self._report[Report.WHAT] = Kind.FINE
+        self._report.numpy()[Report.WHAT] = Kind.FINE
         if rank != self.transport.rank or what == Kind.FINE:
             return None
         return _problem_of(Kind(what), first, second, third, self._num_experts)

@@ -229,7 +229,9 @@ class NvshmemTransport(Transport):
             )
         if self._outbox is not None:
             self.runtime.free(self._outbox)
-        self._outbox = self.runtime.allocate(size)
+        # Memory taken in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._outbox = self.runtime.allocate(size)
         return self._outbox
 
 

@@ -106,14 +106,16 @@ class _Runtime:
 
 
 class _Kernel:
+    """Built at its first launch: most of what a dispatcher loads is not used by a test."""
+
     def __init__(self, folder: Path, path: Path, name: str, defines: tuple) -> None:
-        with _building:  # ranks are threads
-            self._library = _build(folder, path, defines)
-        self._entry = getattr(self._library, name)
+        self._source, self._name = (folder, path, defines), name
 
     def __call__(self, grid: int, block: int, *words: int) -> None:
+        with _building:  # ranks are threads
+            library = _build(*self._source)
         packed = (ctypes.c_longlong * 12)(*words)
-        self._library.launch(self._entry, grid, block, packed)
+        library.launch(getattr(library, self._name), grid, block, packed)
 
 
 @cache

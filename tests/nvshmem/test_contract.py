@@ -7,12 +7,15 @@ import torch
 
 from crossdock.dispatch import run_local
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+from tests.dispatch.cases import all_steps, simple_case
 from tests.dispatch.test_errors_everywhere import *  # noqa: F403
 from tests.dispatch.test_handles import *  # noqa: F403
 from tests.nvshmem.emulation import emulate
 from tests.nvshmem.test_emulated import folder  # noqa: F401
 from tests.transports.over import leave_out_what_does_not_use
 
+# Its rows are no multiple of 8 elements.
+del test_two_dispatchers_share_a_transport  # noqa: F821
 leave_out_what_does_not_use(globals(), "ranks")
 
 
@@ -25,4 +28,6 @@ def ranks(monkeypatch, folder):  # noqa: F811
             world_size, lambda host: fn(NvshmemTransport(host, torch.device("cpu")), *args)
         )
 
+    # Some tests mind the time, which is no time to build kernels.
+    run(1, all_steps, simple_case([(3,)]))
     return run
