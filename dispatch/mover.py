@@ -34,8 +34,8 @@ class Load(NamedTuple):
     Attributes:
         rows: Packed rows uint8 [n, row_bytes], the payload alone [T, H], or results [n, H].
         extra: What goes with them: scales of a payload, or the place for what comes home.
-        call: Number of the call in which kernels have exchanged the step's counts; 0 if they have
-            not.
+        call: Number of the call in which kernels have exchanged the step's counts, if they did so
+            in a call.
     """
 
     rows: Tensor

@@ -1,10 +1,13 @@
 // Records: what every rank says of a step before a row moves, the same matrix on all.
 //
 // A record lies in a page of each rank it is for. Pages 0 and 1 take turns by epoch: steps in graphs,
-// and on a handle's way, whose `rows` exchanges records itself. Pages 2 and 3 take turns by call:
-// eager steps on which `route` and the hosts have agreed before.
+// whose `route` posts records, and on a handle's way, whose `rows` does. Pages 2 and 3 take turns by
+// call: eager steps on which `route` and the hosts have agreed before.
 #pragma once
 #include "group.cuh"
+
+// Instead of the number of a call: `rows` posts the record; or `route` has.
+constexpr i64 HERE = 0, BY_ROUTE = -1;
 
 __device__ __forceinline__ i64 page_of_epoch(i64 epoch) { return epoch & 1; }
 __device__ __forceinline__ i64 page_of_call(i64 call) { return 2 + (call & 1); }
@@ -32,6 +35,13 @@ __device__ void write_record(const Group& group, const Way& way, i64 page, i64 p
     }
     record_on(group, rank, group.rank, page)[word] = value;
   }
+}
+
+// Give this rank's record of a step to every rank, where nobody asks the host. Call with all threads.
+__device__ void post_record(const Group& group, const Way& way, i64 epoch, i64 pair_limit) {
+  write_record(group, way, page_of_epoch(epoch), pair_limit, 0, 0);
+  __syncthreads();
+  post(group, RECORD, epoch);
 }
 
 // Give this rank's record of an eager step to every rank, and everybody's to this rank's host, which

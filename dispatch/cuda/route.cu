@@ -2,8 +2,8 @@
 // weights can be used at all; nothing is indexed by an id that was not checked.
 //
 // One block takes CHUNK consecutive tokens, one thread a token. The last block to finish turns the
-// chunks' counts into prefix sums and writes the record for the other ranks; in an eager step it also
-// gives it to them, and everybody's to the host.
+// chunks' counts into prefix sums and gives the record to the other ranks; in an eager step also
+// everybody's to the host.
 //
 // Macro: ID, the type of expert ids.
 #include "group.cuh"
@@ -164,7 +164,7 @@ route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
   __threadfence();
   if (!is_last_block(group.state, ROUTE_TICKET)) return;
   sum_up(group, way, ids, weights);
-  if (call == 0) return;
   __syncthreads();
-  agree(group, way, call, slot, pair_limit);
+  if (call == BY_ROUTE) post_record(group, way, group.state[DISPATCHES] + 1, pair_limit);
+  if (call > 0) agree(group, way, call, slot, pair_limit);
 }

@@ -128,22 +128,34 @@ struct Judgement {
   i64 pairs[MAX_RANKS];
 };
 
+constexpr int AT_ONCE = 8; // records that are read before the first is looked at
+
 // The same on all ranks, for it sees the same records on all.
 __device__ bool refuses(const Group& group, i64 capacity, i64 page, Judgement& judgement) {
   bool bad = false;
   for (int rank = threadIdx.x; rank < group.ranks; rank += blockDim.x) {
+    const i64* own = record_on(group, group.rank, rank, page);
+    const i64 kind = __ldcg(own + KIND), limit = __ldcg(own + PAIR_LIMIT);
     i64 rows = 0, pairs = 0;
-    for (i64 source = 0; source < group.ranks; ++source) {
-      const i64* record = record_on(group, group.rank, source, page);
-      if (source == group.rank) judgement.first[rank] = rows;
-      rows += __ldcg(record + HEADER + rank);
-      pairs += __ldcg(record + HEADER + group.ranks + rank);
+    for (int begin = 0; begin < group.ranks; begin += AT_ONCE) {
+      i64 rows_from[AT_ONCE], pairs_from[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const i64* record = record_on(group, group.rank, begin + i, page) + HEADER;
+        const bool is_rank = begin + i < group.ranks;
+        rows_from[i] = is_rank ? __ldcg(record + rank) : 0;
+        pairs_from[i] = is_rank ? __ldcg(record + group.ranks + rank) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        if (begin + i == group.rank) judgement.first[rank] = rows;
+        rows += rows_from[i];
+        pairs += pairs_from[i];
+      }
     }
     judgement.received[rank] = rows;
     judgement.pairs[rank] = pairs;
-    const i64* record = record_on(group, group.rank, rank, page);
-    const i64 limit = __ldcg(record + PAIR_LIMIT);
-    bad |= __ldcg(record + KIND) != FINE || rows > capacity || (limit >= 0 && pairs > limit);
+    bad |= kind != FINE || rows > capacity || (limit >= 0 && pairs > limit);
   }
   return __syncthreads_or(bad);
 }
@@ -209,15 +221,18 @@ __device__ void prepare_bucket(const Group& group, const Slot& slot, const Way& 
   unsigned char* bucket = slot.bucket[group.rank];
   i64* ids = reinterpret_cast<i64*>(bucket + slot.ids_at);
   const i64 end = slot.capacity * group.top_k;
+#pragma unroll 1
   for (i64 i = num_rows * group.top_k + thread; i < end; i += threads) ids[i] = -1;
   if (!poison) return;
   // All ones are NaN in every dtype that travels.
   const i64 row_bytes = group.hidden * (FP8 ? 1 : sizeof(ELEM));
   uint2* rows = reinterpret_cast<uint2*>(bucket);
+#pragma unroll 1
   for (i64 i = num_rows * row_bytes / 8 + thread; i < slot.capacity * row_bytes / 8; i += threads) {
     rows[i] = make_uint2(~0u, ~0u);
   }
   unsigned* weights = reinterpret_cast<unsigned*>(bucket + slot.weights_at);
+#pragma unroll 1
   for (i64 i = num_rows * group.top_k + thread; i < end; i += threads) weights[i] = ~0u;
 }
 
@@ -288,31 +303,28 @@ __device__ __forceinline__ Eight<ELEM> read(const uint4* stage, int unit) {
   return eight;
 }
 
-__device__ void move_rows(const Group& group, const Slot& slot, const Way& way,
-                          const ELEM* __restrict__ x, i64 num_tokens, const Judgement& judgement) {
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int ranks = static_cast<int>(group.ranks), hidden = static_cast<int>(group.hidden);
-  const int units = hidden / 8, segments = (units + SEGMENT - 1) / SEGMENT;
-  const int warps = static_cast<int>(gridDim.x * (THREADS / WARP));
-#if FP8
-  const int blocks = (hidden + FP8_BLOCK - 1) / FP8_BLOCK;
-#endif
-  unsigned char* bucket[2] = {}; // of the ranks that this lane finds rows on
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (lane + half * WARP < ranks) bucket[half] = slot.bucket[lane + half * WARP];
-  }
-  uint4* mine = stages + warp * (STAGES * STAGE);
-  const int number = static_cast<int>(blockIdx.x * (THREADS / WARP)) + warp;
-  Walk here(number, warps, static_cast<int>(num_tokens), segments), ahead = here;
-  if (here.ended()) return;
-  const auto prefetch = [&](int stage) {
+// What a warp fetches, ahead of what it stores: it depends on nobody's record.
+struct Reader {
+  const ELEM* x;
+  uint4* mine; // this warp's stages
+  int hidden, units;
+  Walk here, ahead;
+
+  __device__ Reader(const ELEM* x, int hidden, int num_tokens)
+      : x(x), mine(stages + threadIdx.x / WARP * (STAGES * STAGE)), hidden(hidden),
+        units(hidden / 8),
+        here(static_cast<int>(blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP),
+             static_cast<int>(gridDim.x * (THREADS / WARP)), num_tokens,
+             (hidden / 8 + SEGMENT - 1) / SEGMENT),
+        ahead(here) {}
+
+  __device__ __forceinline__ void prefetch(int stage) {
     if (!ahead.ended()) {
       const int segment_at = ahead.segment * SEGMENT;
       const uint4* from = reinterpret_cast<const uint4*>(x + static_cast<i64>(ahead.token) * hidden);
 #pragma unroll
       for (int j = 0; j < UNITS; ++j) {
-        const int unit = j * WARP + lane;
+        const int unit = j * WARP + static_cast<int>(threadIdx.x % WARP);
         if (segment_at + unit >= units) continue;
         const uint4* words = from + (segment_at + unit) * WORDS;
 #pragma unroll
@@ -321,10 +333,29 @@ __device__ void move_rows(const Group& group, const Slot& slot, const Way& way,
       ahead.step();
     }
     commit();
-  };
+  }
 
+  __device__ void begin() {
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) prefetch(stage);
+    for (int stage = 0; stage < STAGES - 1; ++stage) prefetch(stage);
+  }
+};
+
+__device__ void move_rows(const Group& group, const Slot& slot, const Way& way, Reader& reader,
+                          const Judgement& judgement) {
+  const int lane = threadIdx.x % WARP, ranks = static_cast<int>(group.ranks);
+  const int hidden = reader.hidden, units = reader.units;
+#if FP8
+  const int blocks = (hidden + FP8_BLOCK - 1) / FP8_BLOCK;
+#endif
+  unsigned char* bucket[2] = {}; // of the ranks that this lane finds rows on
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (lane + half * WARP < ranks) bucket[half] = slot.bucket[lane + half * WARP];
+  }
+  const uint4* mine = reader.mine;
+  Walk& here = reader.here;
+  if (here.ended()) return;
   Destinations next = find(way, judgement, here.token, ranks);
   for (int stage = 0; !here.ended();) {
     const int segment_at = here.segment * SEGMENT;
@@ -355,7 +386,7 @@ __device__ void move_rows(const Group& group, const Slot& slot, const Way& way,
     for (int j = 0; j < UNITS; ++j) numbers[j] = read(mine + stage * STAGE, j * WARP + lane);
 #endif
     // The stage that was read last time: its numbers have been stored.
-    prefetch(stage == 0 ? STAGES - 1 : stage - 1);
+    reader.prefetch(stage == 0 ? STAGES - 1 : stage - 1);
     stage = stage == STAGES - 1 ? 0 : stage + 1;
     for (u64 left = found.mask; left; left &= left - 1) {
       const int rank = __ffsll(left) - 1;
@@ -403,20 +434,19 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
   const i64 epoch = group.state[DISPATCHES] + 1;
   __shared__ Judgement judgement;
 
-  const i64 page = call ? page_of_call(call) : page_of_epoch(epoch);
+  const bool moves_rows = threadIdx.x < THREADS; // else metadata
+  Reader reader(x, static_cast<int>(group.hidden), static_cast<int>(num_tokens));
+  if (moves_rows) reader.begin();
+  const i64 page = call > 0 ? page_of_call(call) : page_of_epoch(epoch);
   // Block 0 is there whenever any block is, so it cannot be kept from posting by those that wait.
-  if (!call && blockIdx.x == 0) {
-    write_record(group, way, page, pair_limit, 0, 0);
-    __syncthreads();
-    post(group, RECORD, epoch);
-  }
-  const bool came = call || await(group, RECORD, epoch);
+  if (call == HERE && blockIdx.x == 0) post_record(group, way, epoch, pair_limit);
+  const bool came = call > 0 || await(group, RECORD, epoch);
   const bool refused = refuses(group, slot.capacity, page, judgement);
   const bool moves = came && !refused;
   prepare_bucket(group, slot, way, epoch, page, moves, judgement, poison);
   if (moves) {
-    if (threadIdx.x < THREADS) {
-      move_rows(group, slot, way, x, num_tokens, judgement);
+    if (moves_rows) {
+      move_rows(group, slot, way, reader, judgement);
     } else {
       write_metadata(group, slot, way, num_tokens, judgement);
     }
@@ -424,6 +454,7 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
     report(group, slot.capacity, page, judgement);
   }
 
+  wait_for_all_but<0>(); // of a refused step
   if (!is_last_block(group.state, ROWS_TICKET)) return;
   if (threadIdx.x == 0) group.state[DISPATCHES] = epoch;
   post(group, ARRIVED, epoch);

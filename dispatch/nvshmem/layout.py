@@ -12,6 +12,7 @@ from crossdock.dispatch.placement import ExpertPlacement
 from crossdock.dispatch.wire import WireFormat, num_blocks
 
 __all__ = [
+    "BY_ROUTE",
     "CHUNK",
     "CONTROL_AT",
     "MAX_RANKS",
@@ -32,6 +33,7 @@ __all__ = [
 
 CHUNK = 128
 WARP = 32
+BY_ROUTE = -1  # instead of a call's number: `route` has posted the record of a step in a graph
 MAX_RANKS = 64
 CONTROL_AT = 14  # word of a ``Group`` at which addresses begin
 _CODE_BITS = 24

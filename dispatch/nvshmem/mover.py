@@ -26,6 +26,7 @@ from crossdock.dispatch.nvshmem.bucket import SymmetricBucket
 from crossdock.dispatch.nvshmem.eager import Matrix, pinned_words
 from crossdock.dispatch.nvshmem.launch import Kernels
 from crossdock.dispatch.nvshmem.layout import (
+    BY_ROUTE,
     CONTROL_AT,
     MAX_RANKS,
     Kind,
@@ -180,7 +181,7 @@ class NvshmemMover(Mover):
         x = self._readable(x)
         if captured:
             _, routing = self.route(topk_idx, topk_weights)
-            return Departure(routing=routing, load=Load(x))
+            return Departure(routing=routing, load=Load(x, call=BY_ROUTE))
         way, ids, weights = (
             self._new_way(topk_idx),
             topk_idx.contiguous(),
@@ -214,7 +215,12 @@ class NvshmemMover(Mover):
         way = self._new_way(topk_idx)
         with self.transport.in_order(captured=self.is_capturing()):
             self._kernels.route(
-                topk_idx.contiguous(), topk_weights.contiguous(), way, everywhere=self._everywhere
+                topk_idx.contiguous(),
+                topk_weights.contiguous(),
+                way,
+                everywhere=self._everywhere,
+                call=BY_ROUTE,
+                pair_limit=self.pair_limit,
             )
         unknown = torch.full((self.transport.world_size,), -1)
         return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)

@@ -24,6 +24,7 @@ from torch import Tensor
 from crossdock.dispatch import DispatchConfig, Dispatcher, Handle, ReceivedRows, connect
 from crossdock.dispatch.nvshmem import launch
 from crossdock.dispatch.nvshmem.launch import SOURCES, Shape
+from crossdock.dispatch.nvshmem.layout import BY_ROUTE
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.transports.base import Transport
 from crossdock.scratch.kernels import load_kernel
@@ -50,7 +51,8 @@ DEFINITIONS = {
     "combine, foreign y": "the same with y in another tensor: one copy more",
     "dispatch and combine": "one graph of both, as a layer's step is captured; results as they lie",
     "two barriers": "graph: two bare flag barriers",
-    "route, rows, arrive": "the dispatch's kernels, launched eagerly, between events",
+    "route, rows, arrive": "the dispatch's kernels, launched eagerly, between events: checks, "
+    "routing and this rank's record; everybody's record and rows; arrival",
     "eager": "host time of a dispatch of 128 tokens, medians of the slowest rank: the call; of it "
     "the poll for the records that a kernel writes; the rest (host). No records travel between "
     "hosts. Beside it a combine, and of it the exchange of records between hosts",
@@ -320,9 +322,11 @@ def _measure_parts(
         way: Tensor = routing.way  # type: ignore[attr-defined]
         transport.exchange(torch.zeros(1, dtype=torch.int64))
         events[0].record()
-        mover._kernels.route(inputs.topk_idx, inputs.topk_weights, way, everywhere=False)
+        mover._kernels.route(
+            inputs.topk_idx, inputs.topk_weights, way, everywhere=False, call=BY_ROUTE
+        )
         events[1].record()
-        mover._kernels.rows(slot, inputs.x, way, -1, poison=False, staged=True)
+        mover._kernels.rows(slot, inputs.x, way, -1, poison=False, staged=True, call=BY_ROUTE)
         events[2].record()
         mover._kernels.arrive(slot)
         events[3].record()
