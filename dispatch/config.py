@@ -9,10 +9,12 @@ import torch
 
 from crossdock.scratch.errors import ConfigError
 
-__all__ = ["DTYPES", "DispatchConfig"]
+__all__ = ["DTYPES", "LEAST_TIMEOUT_S", "DispatchConfig", "check_timeout"]
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TOP_K = 64
+LEAST_TIMEOUT_S = 0.5
+"""Less is no more than what a busy host may keep a process waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class DispatchConfig:
             such a bucket never grows).
         layout: ``"row"``: a token's row once per rank. ``"expert"`` needs a one-sided transport.
         num_sms: Streaming multiprocessors that GPU kernels may occupy; None for all of them.
-        timeout_s: Seconds after which a rank that did not answer is a ``RankTimeout``.
+        timeout_s: Seconds after which a rank that did not answer is a ``RankTimeout``; at least
+            0.5.
         debug: Fill unused memory with NaN, so that whatever reads it is found out.
 
     Raises:
@@ -67,8 +70,19 @@ class DispatchConfig:
             _require_positive_int("num_sms", self.num_sms, also="None or ")
         if not isinstance(self.debug, bool):
             raise ConfigError(f"debug = {self.debug!r}: True or False")
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < 1e6:
-            raise ConfigError(f"timeout_s = {self.timeout_s!r}: seconds, above 0 and below 1e6")
+        check_timeout(self.timeout_s)
+
+
+def check_timeout(timeout_s: object) -> None:
+    """Raises ConfigError unless these are seconds that ranks can wait for each other."""
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not LEAST_TIMEOUT_S <= timeout_s < 1e6
+    ):
+        raise ConfigError(
+            f"timeout_s = {timeout_s!r}: seconds, at least {LEAST_TIMEOUT_S} and below 1e6"
+        )
 
 
 def _require_positive_int(name: str, value: object, *, also: str = "") -> None:

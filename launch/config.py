@@ -85,7 +85,7 @@ class Job:
             top_k=moe.top_k,
             hidden=moe.hidden,
             dtype=self.dtype,
-            **self.config.dispatch.model_dump(exclude={"transport"}),
+            **self.config.dispatch.model_dump(exclude={"transport", "symmetric_heap"}),
         )
 
 
@@ -198,6 +198,10 @@ def _check_run(
     run: RunSection, cluster: ClusterSection | None, parallel: ParallelSection | None
 ) -> Iterator[Problem]:
     batch = run.batch
+    if dispatch.symmetric_heap is not None and transport != "nvshmem":
+        yield Problem(
+            ("dispatch", "symmetric_heap"), f"needs transport nvshmem; transport is {transport}"
+        )
     if batch.tokens_per_rank is not None:
         if batch.prefill is not None or batch.decode is not None:
             yield Problem(

@@ -6,9 +6,14 @@ Only what a section can know by itself is checked here; what several sections mu
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from crossdock.dispatch.config import LEAST_TIMEOUT_S
+from crossdock.dispatch.nvshmem.heap import SIZE_PATTERN, parse_size
+from crossdock.scratch.errors import ConfigError
 
 __all__ = [
     "BatchSection",
@@ -25,6 +30,23 @@ __all__ = [
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+def _size(value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ConfigError as error:
+        raise PydanticCustomError("size", "{wanted}", {"wanted": str(error)}) from None
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(_size),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]}
+    ),
+]
+"""Bytes, or text such as 8GiB."""
 
 
 class _Section(BaseModel):
@@ -94,8 +116,10 @@ class DispatchSection(_Section):
     """Rows in source order, or grouped by expert (needs a one-sided transport)."""
     num_sms: Positive | None = None
     """GPU multiprocessors that dispatch and combine may occupy; null: all."""
-    timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 100.0
+    timeout_s: Annotated[float, Field(ge=LEAST_TIMEOUT_S, lt=1e6)] = 100.0
     """Seconds after which a rank that did not answer is given up."""
+    symmetric_heap: Size | None = None
+    """Of nvshmem: memory taken at the start, in bytes or as 8GiB; null: it grows with buckets."""
     debug: bool = False
     """Fill unused memory with NaN, so that whatever reads it is found out."""
 

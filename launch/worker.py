@@ -52,7 +52,10 @@ def run_as_rank(
         membership = join(seat, job.topology, timeout_s)
         processes = membership.processes
         transport = connect(
-            job.config.dispatch.transport, device=_device(job, seat), timeout_s=timeout_s
+            job.config.dispatch.transport,
+            device=_device(job, seat),
+            timeout_s=timeout_s,
+            symmetric_heap=job.config.dispatch.symmetric_heap,
         )
         # Launchers end all ranks when one ends badly: nobody leaves before rank 0 has reported.
         ok = membership.share("verdict", work(job, transport, membership))

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.nvshmem.heap import check_heaps, heap_environment
 from crossdock.dispatch.transports.base import Transport
 from crossdock.scratch.errors import TransportUnavailable
 
-__all__ = ["Runtime", "Symmetric"]
+__all__ = ["Runtime", "Symmetric", "gpu_number", "import_bindings"]
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'crossdock[cu13]' (or cu12) nvshmem4py-cu13 (or -cu12)"
 _GRANULE = 512 << 20  # bytes by which NVSHMEM's heap grows (NVSHMEM_CUMEM_GRANULARITY)
+_ALIGN = 512  # of what it hands out
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,27 +43,40 @@ class Runtime:
     Args:
         host: Brings the unique id to all ranks.
         device: This rank's GPU.
+        symmetric_heap: Bytes of symmetric memory, taken now and never more; None to grow.
 
     Raises:
         TransportUnavailable: NVSHMEM is not installed, did not start, or cannot reach some rank's
             memory; says what to do.
+        DisagreementError: Ranks ask for different heaps.
+        CapacityError: Some GPU has no room for the heap.
     """
 
-    def __init__(self, host: Transport, device: torch.device) -> None:
+    def __init__(
+        self, host: Transport, device: torch.device, symmetric_heap: int | None = None
+    ) -> None:
         self._device = device
         self._num_ranks = host.world_size
-        self._bindings = _import_bindings()
+        self._heap = symmetric_heap
+        self._taken: dict[int, int] = {}
+        self._bindings = import_bindings()
+        with heap_environment(symmetric_heap):
+            self._start(host)
+
+    def _start(self, host: Transport) -> None:
         unique_id = self._bindings.uniqueid()
         as_bytes = (ctypes.c_char * 128).from_address(unique_id.ptr)
-        words = torch.zeros(17, dtype=torch.int64)
+        words = torch.zeros(19, dtype=torch.int64)
         if host.rank == 0:
             self._bindings.get_uniqueid(unique_id.ptr)
             words[:16] = torch.frombuffer(bytearray(as_bytes.raw), dtype=torch.int64)
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        words[16] = int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "little")
+        free, _ = torch.cuda.mem_get_info(self._device)
+        words[16:] = torch.tensor([gpu_number(self._device), self._heap or 0, free])
         said = host.exchange(words)
         as_bytes.raw = said[0, :16].numpy().tobytes()
-        self._sharers = int((said[:, 16] == words[16]).sum())
+        gpus, heaps, room = said[:, 16:].T.tolist()
+        check_heaps(heaps, gpus, room)
+        self._sharers = gpus.count(gpus[host.rank])
         attributes = self._bindings.InitAttr()
         self._bindings.set_attr_uniqueid_args(
             host.rank, host.world_size, unique_id.ptr, attributes.ptr
@@ -71,16 +86,27 @@ class Runtime:
                 self._bindings.Flags.INIT_WITH_UNIQUEID, attributes.ptr
             )
         except Exception as error:  # the binding's own class, which is not public
+            heap = f" with symmetric_heap = {self._heap} bytes" if self._heap else ""
             raise TransportUnavailable(
-                f"NVSHMEM did not start ({error}): NVSHMEM_DEBUG=INFO shows why"
+                f"NVSHMEM did not start{heap} ({error}): NVSHMEM_DEBUG=INFO shows why; nccl does "
+                "without it"
             ) from error
 
     def require_room(self, num_bytes: int) -> None:
         """Look for memory before all ranks take it together; local.
 
         Raises:
-            MemoryError: There is not as much on this GPU.
+            MemoryError: There is not as much on this GPU, or in a heap of fixed size.
         """
+        if self._heap is not None:
+            left = self._heap - sum(self._taken.values())
+            if num_bytes > left:
+                raise MemoryError(
+                    f"{num_bytes} bytes of symmetric memory: {left} of the {self._heap} bytes of "
+                    "symmetric_heap are left. Raise symmetric_heap, leave it out so that the heap "
+                    "grows, or send fewer tokens a step"
+                )
+            return
         need = (num_bytes + _GRANULE) * self._sharers
         if torch.cuda.mem_get_info(self._device)[0] < need:
             torch.cuda.empty_cache()
@@ -89,8 +115,8 @@ class Runtime:
             raise MemoryError(
                 f"{num_bytes} bytes of symmetric memory for each of {self._sharers} rank(s) on "
                 f"this GPU, and up to {_GRANULE} that NVSHMEM's heap grows by: {free} of {total} "
-                "bytes are free. Leave torch less, send fewer tokens a step, or make the heap "
-                "large enough before the model is loaded (NVSHMEM_SYMMETRIC_SIZE)"
+                "bytes are free. Leave torch less, send fewer tokens a step, or reserve the heap "
+                "before the model is loaded (symmetric_heap)"
             )
 
     def allocate(self, num_bytes: int) -> Symmetric:
@@ -102,10 +128,16 @@ class Runtime:
         """
         address = self._bindings.malloc(num_bytes)
         if address == 0:
+            taken, heap = sum(self._taken.values()), self._heap
             raise MemoryError(
-                f"NVSHMEM has no {num_bytes} bytes of symmetric memory: raise "
-                "NVSHMEM_SYMMETRIC_SIZE (a fixed heap) or NVSHMEM_MAX_MEMORY_PER_GPU"
+                f"NVSHMEM has no {num_bytes} bytes of symmetric memory beside the {taken} in use: "
+                + (
+                    "the heap grows up to NVSHMEM_MAX_MEMORY_PER_GPU, 128 GiB by default"
+                    if heap is None
+                    else f"raise symmetric_heap, which is {heap} bytes and may be in pieces"
+                )
             )
+        self._taken[address] = -(-num_bytes // _ALIGN) * _ALIGN
         addresses = [self._bindings.ptr(address, rank) for rank in range(self._num_ranks)]
         if 0 in addresses:
             raise TransportUnavailable(
@@ -117,7 +149,9 @@ class Runtime:
 
     def free(self, memory: Symmetric) -> None:
         """Give memory back on every rank. Collective."""
-        self._bindings.free(memory.buffer.data_ptr())
+        address = memory.buffer.data_ptr()
+        del self._taken[address]
+        self._bindings.free(address)
 
     def stop(self) -> None:
         """Give everything back. Collective; a new runtime may be started afterwards."""
@@ -136,7 +170,18 @@ class _Span:
         }
 
 
-def _import_bindings() -> Any:
+def gpu_number(device: torch.device) -> int:
+    """A number for a GPU, the same in every process that sees it."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "little")
+
+
+def import_bindings() -> Any:
+    """The library's bindings, loaded.
+
+    Raises:
+        TransportUnavailable: It or they are not installed; says what is missing.
+    """
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
         from nvshmem import bindings

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crossdock.dispatch.config import check_timeout
+from crossdock.dispatch.nvshmem.heap import parse_size
 from crossdock.dispatch.transports.base import DEFAULT_TIMEOUT_S, Transport
 from crossdock.dispatch.transports.hierarchical import (
     HierarchicalTransport,
@@ -40,6 +42,7 @@ def connect(
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Transport:
+    symmetric_heap: int | str | None = None,
     """Join this rank to the others. Collective.
 
     Args:
@@ -62,13 +65,19 @@ def connect(
         timeout_s: Seconds after which a rank that does not answer is a RankTimeout.
 
     Raises:
-        ConfigError: An unknown name, or a device that the transport cannot use.
+        symmetric_heap: For ``"nvshmem"``, also as ``inner``: bytes that NVSHMEM takes at once for
+            its heap, or a size such as ``"8GiB"``; buckets of all dispatchers must fit. By default
+            the heap grows with them.
+        ConfigError: An unknown name, a device that the transport cannot use, or a ``timeout_s`` or
+            ``symmetric_heap`` out of its range.
         TransportUnavailable: What the transport needs is not here; says what to get.
     """
     if name not in TRANSPORTS:
         raise ConfigError(f"transport {name!r}: one of {', '.join(TRANSPORTS)}")
     if device is None:
         on_gpu = name in ("nccl", "nvshmem") or (name == "auto" and torch.cuda.is_available())
+    check_timeout(timeout_s)
+    heap = _heap_for(name, inner, symmetric_heap)
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
     device = torch.device(device)
     is_torch = group is None or isinstance(group, dist.ProcessGroup)
@@ -83,6 +92,7 @@ def connect(
         timeout_s=timeout_s,
     )
     if name == "hierarchical":
+        symmetric_heap=heap,
         return _connect_levels(join, inner, outer, ranks_per_node)
     if name == "auto":
         return _connect_auto(join)
@@ -100,12 +110,14 @@ class _Join:
         timeout_s: Of every transport.
     """
 
+        symmetric_heap: Bytes of NVSHMEM's heap; None for one that grows.
     group: dist.ProcessGroup | None
     comm: Any
     device: torch.device
     timeout_s: float
 
     @property
+    symmetric_heap: int | None
     def default(self) -> str:
         """What joins all ranks where nothing was asked for."""
         if self.device.type == "cuda":
@@ -164,7 +176,21 @@ class _Join:
             meeting.close()
         except TransportUnavailable:  # ranks of several hosts
             logger.info("records travel over %s", host.name)
-        return NvshmemTransport(host, self.device)
+        return NvshmemTransport(host, self.device, self.symmetric_heap)
+
+
+def _heap_for(name: str, inner: str, symmetric_heap: int | str | None) -> int | None:
+    if symmetric_heap is None:
+        return None
+    if name != "nvshmem" and (name, inner) != ("hierarchical", "nvshmem"):
+        raise ConfigError(
+            f"symmetric_heap = {symmetric_heap!r} is for transport nvshmem, not {name}: name that "
+            "transport, or leave the heap out"
+        )
+    try:
+        return parse_size(symmetric_heap)
+    except ConfigError as error:
+        raise ConfigError(f"symmetric_heap = {symmetric_heap!r}: {error}") from None
 
 
 def _connect_auto(join: _Join) -> Transport:

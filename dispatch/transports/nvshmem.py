@@ -36,15 +36,20 @@ class NvshmemTransport(Transport):
     Args:
         host: A transport over the same ranks, for records; closed with this one.
         device: This rank's GPU.
+        symmetric_heap: Bytes of NVSHMEM's heap, taken at once; None for one that grows.
 
     Raises:
         TransportUnavailable: No NVSHMEM, too many ranks, or memory that cannot be reached.
+        DisagreementError: Ranks ask for different heaps.
+        CapacityError: Some GPU has no room for the heap.
     """
 
     name = "nvshmem"
     hidden_multiple = 8
 
-    def __init__(self, host: Transport, device: torch.device) -> None:
+    def __init__(
+        self, host: Transport, device: torch.device, symmetric_heap: int | None = None
+    ) -> None:
         super().__init__(host.rank, host.world_size, device, host.timeout_s)
         if self.world_size > MAX_RANKS:
             raise TransportUnavailable(
@@ -55,7 +60,7 @@ class NvshmemTransport(Transport):
         self.ledger = host.ledger
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize(self.device)  # NVSHMEM joins the context that torch has made
-        self.runtime = Runtime(host, self.device)
+        self.runtime = Runtime(host, self.device, symmetric_heap)
         self._processes = gather_processes(host)
         self._reports: dict[int, memoryview] = {}
         self._num_owners = 0

@@ -47,6 +47,8 @@ def test_it_is_frozen_and_keyword_only():
         ("timeout_s", -1.0),
         ("timeout_s", float("nan")),
         ("timeout_s", "soon"),
+        ("timeout_s", 0.49),
+        ("timeout_s", True),
         ("debug", "yes"),
     ],
 )

@@ -95,6 +95,10 @@ def test_a_section_that_is_wrong_does_not_hide_a_grid_that_does_not_fit(small):
         ("moe.placement=[0, 1, 2, 3, 4, 0]", "moe.placement[4]: rank 4 does not exist"),
         ("moe.placement=[0, 1]", "2 owners for num_experts 6"),
         ("run.batch.decode=[1]", "1 entries for 2 DP ranks"),
+        ("dispatch.timeout_s=0.49", "at least 0.5"),
+        ("dispatch.timeout_s=true", "a number is wanted, not true"),
+        ("dispatch.symmetric_heap=8GiB", "needs transport nvshmem; transport is auto"),
+        ("dispatch.symmetric_heap=8GB", "such as 8GiB, up to 64TiB is wanted, not 8GB"),
         ("run.batch.prefill.0.1=-1", "run.batch.prefill[0][1]: at least 0"),
         ("run.batch.tokens_per_rank=[1, 2, 3, 4]", "instead of prefill and decode"),
         ("run.batch={}", "give prefill, decode or both"),
@@ -218,3 +222,16 @@ def test_usage_errors_end_with_status_2():
 def test_the_last_of_two_overrides_of_one_key_counts(small_job):
     assert small_job("run.steps=1", "run.steps=2").config.run.steps == 2
     assert small_job("dispatch.wire=fp8", "dispatch={}").config.dispatch.wire == "payload"
+@pytest.mark.parametrize("size", ["8GiB", "8589934592", "8192 MiB"])
+def test_a_symmetric_heap_is_a_size_for_nvshmem_alone(small, size):
+    job = load_job(
+        small,
+        ["cluster.device=cuda", "dispatch.transport=nvshmem", f"dispatch.symmetric_heap={size}"],
+    )
+    assert job.config.dispatch.symmetric_heap == 8 * 2**30
+    assert not hasattr(job.dispatch_config, "symmetric_heap")
+    document = yaml.safe_load(SMALL)
+    document["dispatch"] = {"transport": "nvshmem", "symmetric_heap": yaml.safe_load(size)}
+    jsonschema.validate(document, json.loads(schema_text()))
+
+

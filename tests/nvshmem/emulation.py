@@ -84,7 +84,9 @@ def record_by_repeating(step: Callable[[], None]) -> Callable[[], None]:
 class _Runtime:
     """Symmetric memory of ranks that share an address space."""
 
-    def __init__(self, host: Transport, device: torch.device) -> None:
+    def __init__(
+        self, host: Transport, device: torch.device, symmetric_heap: int | None = None
+    ) -> None:
         self._host = host
 
     def require_room(self, num_bytes: int) -> None:
