@@ -177,7 +177,7 @@ def find_misfit(
     elif config.hidden % transport.hidden_multiple:
         text = (
             f"hidden = {config.hidden}: {transport.name} moves rows of a multiple of "
-            f"{transport.hidden_multiple} elements"
+            f"{transport.hidden_multiple} elements; nccl moves any"
         )
     elif config.layout == "expert":
         text = f"layout = 'expert' is not built over {transport.name}: use layout = 'row'"

@@ -6,8 +6,8 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from crossdock.dispatch.nvshmem.runtime import import_bindings
 from crossdock.dispatch.transports.connect import TRANSPORTS
+from crossdock.dispatch.transports.gpu_choice import GpuRank, choose, ranks_of_this_machine
 from crossdock.launch.report import versions
 from crossdock.scratch import jit
+from crossdock.scratch.errors import TransportUnavailable
 
-__all__ = ["Finding", "find_machine", "find_transports", "show_doctor"]
+__all__ = ["Finding", "auto_words", "find_machine", "find_transports", "show_doctor"]
 
 _NVSHMEM_HINT = "pip install 'crossdock[cu13]' (or cu12, as torch.version.cuda says)"
 
@@ -79,13 +82,22 @@ def find_transports() -> Iterator[Finding]:
             yield Finding(name=name, ok=False, detail="not in this version of crossdock")
         else:
             yield Finding(name=name, ok=lack is None, detail=lack or "ready")
-    choice = "nccl" if gpu else "gloo, and hierarchical where ranks are on several hosts"
-    yield Finding(name="auto", ok=None, detail=f"takes {choice}: torch sees {_gpu_words()}")
+    yield Finding(name="auto", ok=None, detail=auto_words(ranks_of_this_machine()))
 
 
-def _gpu_words() -> str:
-    count = torch.cuda.device_count()
-    return "no GPU" if count == 0 else "1 GPU" if count == 1 else f"{count} GPUs"
+def auto_words(ranks: Sequence[GpuRank]) -> str:
+    """What ``auto`` takes on a machine with these GPUs, and why.
+
+    Args:
+        ranks: The facts with one rank on each GPU.
+    """
+    if not ranks:
+        return "takes gloo: torch sees no GPU; hierarchical where ranks are on several hosts"
+    choice, shared = choose(ranks), choose([replace(ranks[0], reaches=(True, True))] * 2)
+    return (
+        f"takes {choice.name} with a rank on each of {len(ranks)} GPU(s): {choice.reason}; "
+        f"{shared.name} with two ranks on one: {shared.reason}; nccl on several hosts"
+    )
 
 
 def _shared_memory() -> Finding:
@@ -135,7 +147,11 @@ def _nccl() -> Finding:
 def _nvshmem() -> Finding:
     if importlib.util.find_spec("nvshmem") is None:
         return Finding(name="NVSHMEM", ok=False, detail=f"nvshmem4py missing: {_NVSHMEM_HINT}")
-    return Finding(name="NVSHMEM", ok=True, detail="Python bindings are installed")
+    try:
+        import_bindings()
+    except TransportUnavailable as error:
+        return Finding(name="NVSHMEM", ok=False, detail=str(error))
+    return Finding(name="NVSHMEM", ok=True, detail="library and Python bindings are installed")
 
 
 def _mpi() -> Iterator[Finding]:

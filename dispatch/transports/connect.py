@@ -13,6 +13,7 @@ import torch.distributed as dist
 from crossdock.dispatch.config import check_timeout
 from crossdock.dispatch.nvshmem.heap import parse_size
 from crossdock.dispatch.transports.base import DEFAULT_TIMEOUT_S, Transport
+from crossdock.dispatch.transports.gpu_choice import choose, find_ranks
 from crossdock.dispatch.transports.hierarchical import (
     HierarchicalTransport,
     find_nodes,
@@ -41,16 +42,17 @@ def connect(
     outer: str = "auto",
     ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-) -> Transport:
     symmetric_heap: int | str | None = None,
+) -> Transport:
     """Join this rank to the others. Collective.
 
     Args:
         name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), ``"mpi"`` (either), ``"shm"`` (CPU, one node), or
             ``"nvshmem"`` (CUDA, GPUs that reach each other's memory), ``"hierarchical"`` (two of
-            them: each token once to every node), or ``"auto"``: NCCL where this rank's device is
-            a GPU, gloo elsewhere; hierarchical where CPU ranks are on several hosts, as many on
-            each.
+            them: each token once to every node), or ``"auto"``. On GPUs that is NVSHMEM where all
+            ranks have it, share a node and reach each other's memory, else NCCL; which and why is
+            logged on rank 0. On CPUs it is gloo, or hierarchical where ranks are on several hosts,
+            as many on each.
         group: Ranks that form the EP group. A torch process group; by default the default group,
             which is made from the launcher's environment if nobody has. For ``"mpi"``, and for
             ``"shm"`` and ``"nvshmem"`` if they shall do without torch's process groups: an mpi4py
@@ -63,21 +65,21 @@ def connect(
             ``"auto"``: NCCL on GPUs, else gloo, or MPI for a communicator of mpi4py.
         ranks_per_node: For ``"hierarchical"``, ranks of a node; by default those of a host.
         timeout_s: Seconds after which a rank that does not answer is a RankTimeout.
-
-    Raises:
         symmetric_heap: For ``"nvshmem"``, also as ``inner``: bytes that NVSHMEM takes at once for
             its heap, or a size such as ``"8GiB"``; buckets of all dispatchers must fit. By default
             the heap grows with them.
+
+    Raises:
         ConfigError: An unknown name, a device that the transport cannot use, or a ``timeout_s`` or
             ``symmetric_heap`` out of its range.
         TransportUnavailable: What the transport needs is not here; says what to get.
     """
     if name not in TRANSPORTS:
         raise ConfigError(f"transport {name!r}: one of {', '.join(TRANSPORTS)}")
-    if device is None:
-        on_gpu = name in ("nccl", "nvshmem") or (name == "auto" and torch.cuda.is_available())
     check_timeout(timeout_s)
     heap = _heap_for(name, inner, symmetric_heap)
+    if device is None:
+        on_gpu = name in ("nccl", "nvshmem") or (name == "auto" and torch.cuda.is_available())
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
     device = torch.device(device)
     is_torch = group is None or isinstance(group, dist.ProcessGroup)
@@ -90,9 +92,9 @@ def connect(
         comm=None if is_torch else group,
         device=device,
         timeout_s=timeout_s,
+        symmetric_heap=heap,
     )
     if name == "hierarchical":
-        symmetric_heap=heap,
         return _connect_levels(join, inner, outer, ranks_per_node)
     if name == "auto":
         return _connect_auto(join)
@@ -108,16 +110,16 @@ class _Join:
         comm: mpi4py's communicator, through which ranks meet if it is given.
         device: Where rows live.
         timeout_s: Of every transport.
+        symmetric_heap: Bytes of NVSHMEM's heap; None for one that grows.
     """
 
-        symmetric_heap: Bytes of NVSHMEM's heap; None for one that grows.
     group: dist.ProcessGroup | None
     comm: Any
     device: torch.device
     timeout_s: float
+    symmetric_heap: int | None
 
     @property
-    symmetric_heap: int | None
     def default(self) -> str:
         """What joins all ranks where nothing was asked for."""
         if self.device.type == "cuda":
@@ -131,7 +133,7 @@ class _Join:
         if name == "shm":
             return self._shm(blocks)
         if name == "nvshmem":
-            return self._nvshmem(blocks)
+            return self.nvshmem(blocks)
         return ProcessGroupTransport(
             name, group=self.group, device=self.device, timeout_s=self.timeout_s, blocks=blocks
         )
@@ -161,7 +163,10 @@ class _Join:
         finally:
             meeting.close()
 
-    def _nvshmem(self, blocks: list[list[int]] | None) -> Transport:
+    def nvshmem(
+        self, blocks: list[list[int]] | None = None, host: Transport | None = None
+    ) -> Transport:
+        """GPUs whose ranks meet over ``host``, or over a transport of their own."""
         if self.device.type != "cuda":
             raise ConfigError(
                 f"nvshmem joins GPUs; device is {self.device}: use shm, gloo, or cuda"
@@ -170,7 +175,7 @@ class _Join:
             raise TransportUnavailable(
                 "nvshmem needs a CUDA GPU, and torch sees none here: use gloo"
             )
-        host = self._meeting(blocks)
+        host = host or self._meeting(blocks)
         try:
             meeting, host = host, ShmTransport(host, timeout_s=self.timeout_s)
             meeting.close()
@@ -196,9 +201,10 @@ def _heap_for(name: str, inner: str, symmetric_heap: int | str | None) -> int | 
 def _connect_auto(join: _Join) -> Transport:
     flat = join.over(join.default)
     assert isinstance(flat, ProcessGroupTransport | MpiTransport)
+    if join.device.type == "cuda":
+        return _connect_gpus(join, flat)
     nodes = find_nodes(flat)
-    # Two levels have not been tried on GPUs of several hosts: there they must be asked for.
-    if join.device.type == "cuda" or len(nodes) in (1, flat.world_size):
+    if len(nodes) in (1, flat.world_size):
         return flat
     try:
         blocks = node_blocks(nodes, None)
@@ -206,6 +212,15 @@ def _connect_auto(join: _Join) -> Transport:
         logger.info("flat transport %s: %s", flat.name, error)
         return flat
     return _levels(join, flat, blocks, inner="auto", outer=join.default)
+
+
+def _connect_gpus(join: _Join, flat: Transport) -> Transport:
+    """NVSHMEM if all ranks can have it, else the flat transport."""
+    # Two levels have not been tried on GPUs of several hosts: there they must be asked for.
+    choice = choose(find_ranks(flat, flat.device))
+    if flat.rank == 0:
+        logger.info("auto takes %s: %s", choice.name, choice.reason)
+    return join.nvshmem(host=flat) if choice.name == "nvshmem" else flat
 
 
 def _connect_levels(

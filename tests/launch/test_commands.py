@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from crossdock.dispatch import connect, run_local
 from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.transports.gpu_choice import GpuRank, Lack
 from crossdock.launch import doctor
 from crossdock.launch.batch import make_batch
 from crossdock.launch.bench.dispatch import bench_dispatch
@@ -64,6 +66,17 @@ def test_doctor_says_what_each_transport_lacks():
     assert findings["gloo"].ok
     assert findings["nccl"].ok == torch.cuda.is_available()
     assert all(finding.detail for finding in findings.values())
+
+
+def test_doctor_says_what_auto_would_take_and_why():
+    assert doctor.auto_words([]).startswith("takes gloo: torch sees no GPU")
+    lacking = GpuRank(host=1, gpu=1, lack=Lack.BINDINGS, mps=False, reaches=(True, True))
+    fine = replace(lacking, lack=Lack.NOTHING, mps=True)
+    words = doctor.auto_words([fine, replace(lacking, gpu=2)])
+    assert words.startswith("takes nccl with a rank on each of 2 GPU(s): rank 1 has no nvshmem4py")
+    words = doctor.auto_words([replace(fine, reaches=(True,))])
+    assert words.startswith("takes nccl with a rank on each of 1 GPU(s): one rank has nobody")
+    assert "; nvshmem with two ranks on one: all 2 ranks reach" in words
 
 
 def test_schema_command_prints_the_schema():
