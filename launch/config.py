@@ -20,11 +20,14 @@ from crossdock.launch.models import (
     RunSection,
 )
 from crossdock.launch.problems import problems_of
-from crossdock.launch.trace import TraceInfo, read_trace_info
-from crossdock.launch.yaml_file import KeyPath, Problem, YamlDocument, dotted, read_yaml
+from crossdock.launch.trace import TraceInfo, is_file, read_trace_info
+from crossdock.launch.yaml_file import KeyPath, Problem, YamlDocument, dotted, read_yaml, shorten
 from crossdock.scratch.errors import ConfigError
 
 __all__ = ["Job", "load_job"]
+
+MOST_PROBLEMS = 50
+"""Lines about one file; nobody reads more."""
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -99,26 +102,29 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     document = read_yaml(path)
     for assignment in overrides:
         document.override(assignment)
-    problems = list(document.problems)
+    problems, more = list(document.problems), 0
     config: Config | None = None
     try:
         config = Config.model_validate(document.data)
     except ValidationError as error:
-        problems += problems_of(error, document)
+        found, more = problems_of(error, document, MOST_PROBLEMS)
+        problems += found
     trace = _find_trace(document.data, path)
     problems += _cross_checks(document.data, path, trace)
     if problems:
-        raise ConfigError("\n".join(_lines(document, problems)))
+        raise ConfigError("\n".join(_lines(document, problems, more)))
     assert config is not None
     return Job(path=path, overrides=tuple(overrides), config=config, trace=trace)
 
 
-def _lines(document: YamlDocument, problems: Sequence[Problem]) -> list[str]:
-    lines = (
+def _lines(document: YamlDocument, problems: Sequence[Problem], more: int) -> list[str]:
+    each_once = list(dict.fromkeys(problems))
+    lines = [
         f"{document.where(problem.path)}: {dotted(problem.path)}: {problem.message}"
-        for problem in problems
-    )
-    return list(dict.fromkeys(lines))
+        for problem in each_once[:MOST_PROBLEMS]
+    ]
+    more += len(each_once) - len(lines)
+    return [*lines, f"and {more} more"] if more else lines
 
 
 # What several sections must agree on. Each check runs as soon as its own sections are valid, so
@@ -192,16 +198,16 @@ def _check_transport(dispatch: DispatchSection, cluster: ClusterSection) -> Iter
         )
     if dispatch.layout == "expert" and transport != "nvshmem":
         yield Problem(("dispatch", "layout"), "expert needs transport nvshmem")
+    if dispatch.symmetric_heap is not None and transport != "nvshmem":
+        yield Problem(
+            ("dispatch", "symmetric_heap"), f"needs transport nvshmem; transport is {transport}"
+        )
 
 
 def _check_run(
     run: RunSection, cluster: ClusterSection | None, parallel: ParallelSection | None
 ) -> Iterator[Problem]:
     batch = run.batch
-    if dispatch.symmetric_heap is not None and transport != "nvshmem":
-        yield Problem(
-            ("dispatch", "symmetric_heap"), f"needs transport nvshmem; transport is {transport}"
-        )
     if batch.tokens_per_rank is not None:
         if batch.prefill is not None or batch.decode is not None:
             yield Problem(
@@ -239,7 +245,9 @@ def _check_trace(
 ) -> Iterator[Problem]:
     key: KeyPath = ("run", "routing", "trace")
     if trace is None:
-        places = ", ".join(str(place) for place in _trace_places(str(run.routing.trace), path))
+        places = ", ".join(
+            shorten(str(place), 200) for place in _trace_places(str(run.routing.trace), path)
+        )
         yield Problem(key, f"no such file; looked for {places}")
         return
     try:
@@ -267,7 +275,7 @@ def _find_trace(data: Mapping[str, Any], path: Path) -> Path | None:
         return None
     if not isinstance(name, str):
         return None
-    return next((place for place in _trace_places(name, path) if place.is_file()), None)
+    return next((place for place in _trace_places(name, path) if is_file(place)), None)
 
 
 def _trace_places(name: str, path: Path) -> list[Path]:

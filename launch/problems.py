@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from crossdock.launch.models import Config
-from crossdock.launch.yaml_file import KeyPath, Problem, YamlDocument
+from crossdock.launch.yaml_file import KeyPath, Problem, YamlDocument, shorten
 
 __all__ = ["problems_of"]
 
@@ -31,21 +31,29 @@ _WANTED: dict[str, str] = {
 }
 
 
-def problems_of(error: ValidationError, document: YamlDocument) -> list[Problem]:
-    """Each of pydantic's errors at its key in the file, in plain words.
+def problems_of(
+    error: ValidationError, document: YamlDocument, most: int
+) -> tuple[list[Problem], int]:
+    """Pydantic's errors at their keys in the file, in plain words.
 
     Where a key takes either of two types, pydantic reports each of them as missed; one problem is
     enough, the one deepest in the value.
+
+    Args:
+        error: What pydantic raised.
+        document: The file.
+        most: Problems to put in words.
+
+    Returns:
+        The first problems, and how many more there are.
     """
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         by_path.setdefault(_key_path(detail["loc"], document.data), []).append(detail)
-    deepest = [
-        path
-        for path in by_path
-        if not any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
-    ]
-    return [Problem(path, _message(by_path[path], path, document)) for path in deepest]
+    above = {path[:length] for path in by_path for length in range(len(path))}
+    deepest = [path for path in by_path if path not in above]
+    shown = [Problem(path, _message(by_path[path], path, document)) for path in deepest[:most]]
+    return shown, len(deepest) - len(shown)
 
 
 def _key_path(location: tuple[int | str, ...], data: Any) -> KeyPath:
@@ -77,7 +85,7 @@ def _message(details: Sequence[ErrorDetails], path: KeyPath, document: YamlDocum
         hint = _did_you_mean(written, _choices(first), or_list=False)
     elif first["type"] in ("int_type", "float_type") and isinstance(first["input"], str):
         hint = " (text; YAML wants 1.0e-3 for 1e-3)" if _looks_like_a_number(written) else " (text)"
-    return f"{wanted}, not {_shorten(written)}{hint}"
+    return f"{wanted}, not {shorten(written)}{hint}"
 
 
 def _looks_like_a_number(text: str) -> bool:
@@ -100,12 +108,8 @@ def _choices(literal_error: ErrorDetails) -> list[str]:
     return expected.replace("'", "").replace(" or ", ", ").split(", ")
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _did_you_mean(word: str, choices: Sequence[str], *, or_list: bool = True) -> str:
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(shorten(word), choices, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]}?"
     return f"; known: {', '.join(choices)}" if or_list else ""

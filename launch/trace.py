@@ -5,6 +5,7 @@ The file format is described in ``configs/traces/README.md``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from crossdock.scratch.errors import ConfigError
 
-__all__ = ["Trace", "TraceInfo", "read_trace", "read_trace_info", "write_trace"]
+__all__ = ["Trace", "TraceInfo", "is_file", "read_trace", "read_trace_info", "write_trace"]
 
 _IDX_DTYPES = {"U8", "I8", "I16", "I32", "I64"}
 _WEIGHT_DTYPES = {"F16", "BF16", "F32"}
@@ -99,6 +100,11 @@ class Trace:
         Raises:
             ConfigError: Nothing is left.
         """
+        if not self.topk_idx[layers, tokens].numel():
+            raise ConfigError(
+                f"nothing is left: there are layers 0 to {self.num_layers - 1} and tokens 0 to "
+                f"{self.num_tokens - 1}"
+            )
         return Trace(
             topk_idx=self.topk_idx[layers, tokens].contiguous(),
             topk_weights=self.topk_weights[layers, tokens].contiguous(),
@@ -115,7 +121,7 @@ def read_trace_info(path: Path) -> TraceInfo:
     """
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(f"{path}: no such file")
     try:
         with safe_open(path, "pt") as file:
@@ -140,7 +146,7 @@ def read_trace_info(path: Path) -> TraceInfo:
             f"topk_weights {dtypes['topk_weights']} one of {', '.join(sorted(_WEIGHT_DTYPES))}"
         )
     num_experts = metadata.pop("num_experts", "")
-    if not num_experts.isdecimal():
+    if not re.fullmatch("[0-9]{1,9}", num_experts):
         raise ConfigError(f"{path}: its metadata has no num_experts; crossdock trace convert can")
     return TraceInfo(
         num_layers=shape[0],
@@ -173,7 +179,12 @@ def read_trace(path: Path) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write a trace, ids in the narrowest integer that holds them."""
+    """Write a trace, ids in the narrowest integer that holds them.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     idx = trace.topk_idx
@@ -189,7 +200,18 @@ def write_trace(trace: Trace, path: Path) -> None:
         "tokens": str(trace.num_tokens),
     }
     tensors = {"topk_idx": idx.contiguous(), "topk_weights": trace.topk_weights.contiguous()}
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be written: {error}") from None
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there; no if its name is one that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _refuse(bad: Tensor, ids: Tensor, what: str) -> None:

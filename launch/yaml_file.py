@@ -6,6 +6,7 @@ beside the data, so that an error found later can still say where it stands.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,15 @@ import yaml
 
 from crossdock.scratch.errors import ConfigError
 
-__all__ = ["KeyPath", "Problem", "YamlDocument", "dotted", "read_yaml"]
+__all__ = ["KeyPath", "Problem", "YamlDocument", "dotted", "read_yaml", "shorten"]
 
 KeyPath = tuple[str | int, ...]
 MAX_BYTES = 1 << 20
+_TAG = "tag:yaml.org,2002:"
+_MOST_DIGITS = 100
+# Control characters that a terminal would act on, and halves of surrogate pairs.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_NOT_YAML = (yaml.YAMLError, RecursionError, ValueError, TypeError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,12 @@ def dotted(path: Sequence[str | int]) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """The beginning of a long text, with escapes for what a terminal does not show."""
+    cut = text if len(text) <= most else f"{text[: most - 3]}..."
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], cut)
 
 
 class YamlDocument:
@@ -63,30 +75,33 @@ class YamlDocument:
         Raises:
             ConfigError: Not an assignment, or its path leads through something without keys.
         """
+        said = f"override {shorten(assignment, 200)}"
         name, equals, text = assignment.partition("=")
         if not equals or not all(name.split(".")):
-            raise ConfigError(f"override {assignment}: write it as key.path=value")
+            raise ConfigError(f"{said}: write it as key.path=value")
         path: KeyPath = ()
         target: Any = self.data
         *parents, last = name.split(".")
         for part in parents:
-            path += (_key_in(target, part, assignment),)
+            path += (_key_in(target, part, said),)
             if isinstance(target, dict):
                 target.setdefault(part, {})
             target = target[path[-1]]
-        path += (_key_in(target, last, assignment),)
+        path += (_key_in(target, last, said),)
         try:
-            target[path[-1]] = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
+            target[path[-1]] = _construct(text)
+        except _UnsupportedError as error:
+            raise ConfigError(f"{said}: {error}") from None
+        except _NOT_YAML as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"override {assignment}: the value is not YAML: {reason}") from None
+            raise ConfigError(f"{said}: the value is not YAML: {reason}") from None
         for known in [p for p in self._raw if p[: len(path)] == path]:
             self._raw.pop(known)
             self._lines.pop(known, None)
         for replaced in [p for p in self._overrides if p[: len(path)] == path]:
             del self._overrides[replaced]
         self._raw[path] = text
-        self._overrides[path] = assignment
+        self._overrides[path] = said
 
     def raw(self, path: KeyPath) -> str | None:
         """The scalar at ``path`` as it was written (``no``, not False); None where unknown."""
@@ -97,7 +112,7 @@ class YamlDocument:
         for length in range(len(path), -1, -1):
             prefix = path[:length]
             if prefix in self._overrides:
-                return f"override {self._overrides[prefix]}"
+                return self._overrides[prefix]
             if prefix in self._lines:
                 return f"{self.path}:{self._lines[prefix]}"
         raise AssertionError("the root has a line")
@@ -116,10 +131,10 @@ def read_yaml(path: Path) -> YamlDocument:
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"{path}: the file is empty; configs/ has examples")
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError(f"{path}:1: a mapping of keys is wanted, as in configs/laptop.yaml")
-        _refuse_aliases(root, path)
+        _refuse_unsupported(root)
         data = loader.construct_document(root)
+    except _UnsupportedError as error:
+        raise ConfigError(f"{path}:{error.line}: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -131,8 +146,10 @@ def read_yaml(path: Path) -> YamlDocument:
         raise ConfigError(f"{path}: nested too deeply to be a configuration") from None
     except ConfigError:
         raise
-    except (ValueError, TypeError, LookupError, AttributeError) as error:  # a date of month 13, say
+    except _NOT_YAML as error:  # a date of month 13, say
         raise ConfigError(f"{path}: not usable YAML: {error}") from None
+    if not isinstance(root, yaml.MappingNode) or not isinstance(data, dict):
+        raise ConfigError(f"{path}:1: a mapping of keys is wanted, as in configs/laptop.yaml")
     return YamlDocument(path, data, root)
 
 
@@ -156,20 +173,61 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from None
 
 
-def _refuse_aliases(root: yaml.Node, path: Path) -> None:
-    """An alias makes one node stand in two places (or in itself), and lines ambiguous."""
+class _UnsupportedError(Exception):
+    """YAML that a configuration cannot be written in.
+
+    Attributes:
+        line: Where it stands.
+    """
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def _construct(text: str) -> Any:
+    loader = yaml.SafeLoader(text)
+    root = loader.get_single_node()
+    if root is None:
+        return None
+    _refuse_unsupported(root)
+    return loader.construct_document(root)
+
+
+def _refuse_unsupported(root: yaml.Node) -> None:
+    # Aliases make one node stand in two places (or in itself), and lines ambiguous. The rest is
+    # what no configuration has, and what messages could not repeat.
     seen: set[int] = set()
     waiting = [root]
     while waiting:
         node = waiting.pop()
-        if id(node) in seen and not isinstance(node, yaml.ScalarNode):
-            line = node.start_mark.line + 1
-            raise ConfigError(f"{path}:{line}: anchors and aliases are not supported; write it out")
+        line = node.start_mark.line + 1
+        if isinstance(node, yaml.ScalarNode):
+            if _HIDDEN.search(node.value):
+                text = shorten(node.value)
+                raise _UnsupportedError(line, f"characters that cannot be shown, in {text}")
+            if node.tag == _TAG + "int" and len(node.value) > _MOST_DIGITS:
+                raise _UnsupportedError(line, f"a number of {len(node.value)} digits")
+            continue
+        if id(node) in seen:
+            raise _UnsupportedError(line, "anchors and aliases are not supported; write it out")
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            waiting += [child for pair in node.value for child in pair]
+            for key, value in node.value:
+                _refuse_key(key)
+                waiting += [key, value]
         elif isinstance(node, yaml.SequenceNode):
             waiting += node.value
+
+
+def _refuse_key(key: yaml.Node) -> None:
+    line = key.start_mark.line + 1
+    if key.tag == _TAG + "merge":
+        raise _UnsupportedError(line, "merge keys (<<) are not supported; write it out")
+    if not isinstance(key, yaml.ScalarNode):
+        raise _UnsupportedError(line, "a key is text, not a list or a mapping")
+    if key.tag != _TAG + "str":
+        raise _UnsupportedError(line, f"a key is text, not {shorten(key.value)}: quote it")
 
 
 def _walk(
@@ -194,9 +252,11 @@ def _walk(
             yield from _walk(value, child, problems)
 
 
-def _key_in(target: Any, part: str, assignment: str) -> str | int:
+def _key_in(target: Any, part: str, said: str) -> str | int:
     if isinstance(target, dict):
+        if _HIDDEN.search(part):
+            raise ConfigError(f"{said}: a key has characters that cannot be shown")
         return part
-    if isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+    if isinstance(target, list) and re.fullmatch("[0-9]{1,9}", part) and int(part) < len(target):
         return int(part)
-    raise ConfigError(f"override {assignment}: there is no {part!r} to set")
+    raise ConfigError(f"{said}: there is no {shorten(part)!r} to set")

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from crossdock.launch.config import load_job
+from crossdock.launch.models import Config
+from crossdock.launch.problems import problems_of
 from crossdock.launch.schema import schema_text
 from crossdock.launch.trace import Trace, write_trace
+from crossdock.launch.yaml_file import YamlDocument
 from crossdock.scratch.errors import ConfigError
 from tests.launch.conftest import CONFIGS, SMALL
 
@@ -90,15 +95,15 @@ def test_a_section_that_is_wrong_does_not_hide_a_grid_that_does_not_fit(small):
         ("dispatch.transport=nccl", "needs cluster.device cuda"),
         ("dispatch.bucket=0", "at least 1"),
         ("dispatch.timeout_s=.inf", "timeout_s"),
+        ("dispatch.timeout_s=0.49", "at least 0.5"),
+        ("dispatch.timeout_s=true", "a number is wanted, not true"),
+        ("dispatch.symmetric_heap=8GiB", "needs transport nvshmem; transport is auto"),
+        ("dispatch.symmetric_heap=8GB", "such as 8GiB, up to 64TiB is wanted, not 8GB"),
         ("dispatch.layout=expert", "needs transport nvshmem"),
         ("moe.top_k=7", "num_experts is 6"),
         ("moe.placement=[0, 1, 2, 3, 4, 0]", "moe.placement[4]: rank 4 does not exist"),
         ("moe.placement=[0, 1]", "2 owners for num_experts 6"),
         ("run.batch.decode=[1]", "1 entries for 2 DP ranks"),
-        ("dispatch.timeout_s=0.49", "at least 0.5"),
-        ("dispatch.timeout_s=true", "a number is wanted, not true"),
-        ("dispatch.symmetric_heap=8GiB", "needs transport nvshmem; transport is auto"),
-        ("dispatch.symmetric_heap=8GB", "such as 8GiB, up to 64TiB is wanted, not 8GB"),
         ("run.batch.prefill.0.1=-1", "run.batch.prefill[0][1]: at least 0"),
         ("run.batch.tokens_per_rank=[1, 2, 3, 4]", "instead of prefill and decode"),
         ("run.batch={}", "give prefill, decode or both"),
@@ -119,11 +124,42 @@ def test_an_override_that_is_wrong_is_one_line_that_names_it(small, override, ex
 
 
 @pytest.mark.parametrize(
-    "override", ["dp", "=3", "parallel..dp=2", "name.x=1", "run.steps=[", "run.batch.decode.9=1"]
+    "override",
+    [
+        "dp",
+        "=3",
+        "parallel..dp=2",
+        "name.x=1",
+        "run.steps=[",
+        "run.batch.decode.9=1",
+        "run.batch.decode.\u00b2=1",
+        "run=&a [*a]",
+        "run={<<: {steps: 1}}",
+        'name="\\ud800"',
+    ],
 )
 def test_an_override_that_cannot_be_applied_is_refused(small, override):
     (line,) = errors_of(small, override)
     assert line.startswith(f"override {override}: ")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"run.batch.decode.{'1' * 5000}=1", "there is no"),
+        (f"run.batch.decode.0={'1' * 5000}", "a number of 5000 digits"),
+        (f"moe.hidden=0x{'f' * 5000}", "a number of 5002 digits"),
+        (f"run.routing={{trace: {'x' * 5000}}}", "no such file"),
+        ("name\x1b[31m=1", "override name\\x1b[31m=1"),
+    ],
+    ids=["index", "digits", "hex", "trace", "escape"],
+)
+def test_an_override_that_nobody_can_read_is_told_in_short(small, override, expected):
+    (line,) = errors_of(small, override)
+    assert line.startswith("override ")
+    assert expected in line
+    assert len(line) < 1000
+    assert line.isprintable()
 
 
 def test_overrides_replace_values_and_whole_sections(small):
@@ -143,7 +179,14 @@ def test_overrides_replace_values_and_whole_sections(small):
         ("a: !!python/object:os.system {}\n", "not YAML"),
         ("a: &x {b: *x}\n", "aliases are not supported"),
         ("a: 2020-13-45\n", "not usable YAML"),
-        ("? [1]\n: 2\n", "not"),
+        ("? [1]\n: 2\n", "a key is text"),
+        ("3: 2\n", "a key is text, not 3"),
+        ("!!set {a, b}\n", "a mapping of keys is wanted"),
+        ("a: 1\n<<: 3\n", ":2: merge keys (<<) are not supported"),
+        ('"a\\e[31m": 3\n', "cannot be shown, in a\\x1b[31m"),
+        ('a: "\\ud800"\n', "cannot be shown, in \\ud800"),
+        (f"a: {'1' * 5000}\n", ":1: a number of 5000 digits"),
+        (f"a: 0x{'f' * 5000}\n", ":1: a number of 5002 digits"),
         ("[" * 1000, "nested too deeply"),
         (b"\x7fELF\x02\x01\x00", "not a YAML text file"),
         (bytes(range(256)) * 8, "not a text file"),
@@ -167,6 +210,37 @@ def test_a_directory_and_a_missing_file_are_refused(tmp_path):
 def test_a_duplicate_key_names_both_lines(tmp_path):
     path = write(tmp_path, SMALL + "name: again\n")
     assert errors_of(path) == [f"{path}:10: name: duplicate key, first in line 2"]
+
+
+def test_thousands_of_problems_are_counted_not_listed(tmp_path):
+    entries = ", ".join(["[-1]"] * 4000)
+    path = write(tmp_path, SMALL.replace("[[7, 0], [5]]", f"[{entries}]"))
+    lines = errors_of(path)
+    assert len(lines) == 51
+    assert lines[0] == f"{path}:8: run.batch.prefill[0][0]: at least 0 is wanted, not -1"
+    assert lines[-1] == "and 3950 more"
+
+
+def test_twice_as_many_problems_take_about_twice_the_work():
+    def work(count: int) -> int:
+        document = YamlDocument(Path("c.yaml"), {}, yaml.compose("{}"))
+        document.data = {"run": {"batch": {"decode": ["a"] * count}}}
+        with pytest.raises(ValidationError) as caught:
+            Config.model_validate(document.data)
+        calls = 0
+
+        def count_call(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        sys.setprofile(count_call)
+        try:
+            problems_of(caught.value, document, 50)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert work(2000) < 3 * work(1000)
 
 
 def test_missing_keys_are_named_where_their_section_begins(tmp_path):
@@ -219,9 +293,6 @@ def test_usage_errors_end_with_status_2():
     assert CliRunner().invoke(app, ["rum"]).exit_code == 2
 
 
-def test_the_last_of_two_overrides_of_one_key_counts(small_job):
-    assert small_job("run.steps=1", "run.steps=2").config.run.steps == 2
-    assert small_job("dispatch.wire=fp8", "dispatch={}").config.dispatch.wire == "payload"
 @pytest.mark.parametrize("size", ["8GiB", "8589934592", "8192 MiB"])
 def test_a_symmetric_heap_is_a_size_for_nvshmem_alone(small, size):
     job = load_job(
@@ -235,3 +306,6 @@ def test_a_symmetric_heap_is_a_size_for_nvshmem_alone(small, size):
     jsonschema.validate(document, json.loads(schema_text()))
 
 
+def test_the_last_of_two_overrides_of_one_key_counts(small_job):
+    assert small_job("run.steps=1", "run.steps=2").config.run.steps == 2
+    assert small_job("dispatch.wire=fp8", "dispatch={}").config.dispatch.wire == "payload"
