@@ -144,7 +144,9 @@ def _device(job: Job, seat: Seat) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if num_gpus == 0:
         raise ConfigError(f"cluster.device is cuda, and torch sees no GPU on {os.uname().nodename}")
-    return torch.device("cuda", seat.local_rank % num_gpus)  # srun may show each rank only its own
+    device = torch.device("cuda", seat.local_rank % num_gpus)  # srun may show a rank only its own
+    torch.cuda.set_device(device)
+    return device
 
 
 @contextmanager
