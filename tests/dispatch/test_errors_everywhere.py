@@ -559,6 +559,26 @@ def test_an_exception_in_user_code_reaches_the_peers_at_once(ranks, how):
     assert max(ends) - min(ends) < 1
 
 
+def fails_in_words_that_cannot_be_encoded(transport: Transport) -> Attempt:
+    def layer() -> None:
+        with CASE.dispatcher(transport) as dispatcher:
+            if transport.rank == 1:
+                dispatcher.abort(OSError("no file \udcff.bin"))
+                return
+            send(dispatcher, CASE.batch(0, transport.rank), transport.device)
+
+    return attempt(layer)
+
+
+def test_an_error_whose_text_cannot_be_encoded_reaches_the_peers(local):
+    results = local(3, fails_in_words_that_cannot_be_encoded)
+    assert results[1].error is None
+    for rank in (0, 2):
+        error = results[rank].error
+        assert isinstance(error, errors.PeerFailed), repr(error)
+        assert "OSError: no file \\udcff.bin" in str(error)
+
+
 def agreed_error_leaves_the_block(transport: Transport) -> Attempt:
     """Every rank leaves its ``with`` block by the error that all of them raised."""
 
