@@ -1,6 +1,18 @@
-"""``python -m crossdock.launch``: the same program as the ``crossdock`` command."""
+"""``python -m crossdock.launch``, and what the ``crossdock`` command calls."""
 
-from crossdock.launch.cli import main
+import signal
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C during the seconds of its imports leaves no traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from crossdock.launch import cli
+
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, Optional
 import typer
 
 from crossdock.launch import trace_cli
-from crossdock.launch.failures import EXIT_CONFIG, EXIT_FAILED
+from crossdock.launch.failures import EXIT_CONFIG, EXIT_FAILED, make_errors_dir
 from crossdock.launch.render import KubernetesKind, Rendezvous
 from crossdock.scratch.errors import ConfigError, CrossdockError
 
@@ -195,22 +196,26 @@ def _run_or_start(
     """Do a rank's work if a launcher started this process, else start all ranks with arguments."""
     from crossdock.launch.config import load_job
     from crossdock.launch.join import find_seat
+    from crossdock.launch.screen import require_parent
     from crossdock.launch.start import start_ranks
     from crossdock.launch.worker import run_as_rank
 
+    if errors_dir is not None:
+        make_errors_dir(errors_dir)
     seat = find_seat()
     if seat is not None:
         run_as_rank(seat, config, overrides or [], work, errors_dir=errors_dir)
     job = load_job(config, overrides or [])
     if json_path is not None:
-        if not json_path.parent.is_dir():
-            raise ConfigError(f"--json {json_path}: there is no directory {json_path.parent}")
+        require_parent(json_path)
         arguments += ["--json", str(json_path)]
     raise typer.Exit(start_ranks(job.config.cluster, arguments, errors_dir))
 
 
 def main() -> None:
     """Run the command line; errors of users are one message, without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file name need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except ConfigError as error:

@@ -39,6 +39,7 @@ __all__ = [
     "end_rank",
     "end_stopped",
     "job_errors_dir",
+    "make_errors_dir",
     "read_notes",
     "report_failure",
     "supervision",
@@ -129,16 +130,30 @@ def report_failure(error: BaseException, rank: int, errors_dir: Path) -> Failure
         is_cause=_is_cause(error, rank),
         exit_code=EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED,
     )
-    errors_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (errors_dir / f"rank-{rank}.txt").write_text("".join(traceback.format_exception(error)))
-    _write_whole(errors_dir / f"rank-{rank}.json", json.dumps(asdict(note)))
+    tracebacks = f"tracebacks in {errors_dir}"
+    try:
+        _leave_note(note, error, errors_dir)
+    except OSError as problem:  # a full disk, say
+        tracebacks = f"no tracebacks in {errors_dir}: {problem}"
     if note.is_cause:
         _tell_torchrun(note.line)
     if _SUPERVISED not in os.environ and _speaks(error, rank, errors_dir):
         if not isinstance(error, ConfigError):
-            print(f"crossdock: tracebacks in {errors_dir}", file=sys.stderr)
+            print(f"crossdock: {tracebacks}", file=sys.stderr)
         print(f"crossdock: {note.line}", file=sys.stderr)
     return note
+
+
+def make_errors_dir(path: Path) -> None:
+    """Make the directory that the user named, before anything needs it.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--errors-dir {path}: cannot be made: {error.strerror}") from None
 
 
 def read_notes(errors_dir: Path) -> list[FailureNote]:
@@ -157,6 +172,14 @@ def end_stopped(lost: Iterable[Process]) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGTERM)
                 os.kill(process.pid, signal.SIGCONT)
+
+
+def _leave_note(note: FailureNote, error: BaseException, errors_dir: Path) -> None:
+    errors_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lines = "".join(traceback.format_exception(error))
+    path = errors_dir / f"rank-{note.rank}.txt"
+    path.write_text(lines, encoding="utf-8", errors="backslashreplace")
+    _write_whole(path.with_suffix(".json"), json.dumps(asdict(note)))
 
 
 def _in_plain_words(error: BaseException, rank: int) -> str:
@@ -186,6 +209,8 @@ def _speaks(error: BaseException, rank: int, errors_dir: Path) -> bool:
         (errors_dir / "said").touch(exist_ok=False)
     except FileExistsError:
         return False
+    except OSError:  # nobody can say that he said it
+        return True
     return True
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from crossdock.scratch.errors import ConfigError
 
-__all__ = ["make_console", "make_table", "write_json"]
+__all__ = ["make_console", "make_table", "require_parent", "write_json"]
 
 PLAIN_WIDTH = 160
 
@@ -40,6 +40,16 @@ def make_table(title: str, columns: Sequence[str]) -> Table:
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def require_parent(path: Path) -> None:
+    """Raises ConfigError if results cannot go to that file, before they are worked for."""
+    try:
+        found = path.parent.is_dir()
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"--json {path}: there is no directory {path.parent}")
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:

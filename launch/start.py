@@ -32,18 +32,19 @@ def start_ranks(cluster: ClusterSection, arguments: Sequence[str], errors_dir: P
         The exit status: 0, or that of the rank that failed first.
 
     Raises:
-        ConfigError: This machine lacks the GPUs.
+        ConfigError: This machine lacks the GPUs, or tracebacks cannot be written where asked.
     """
     num_gpus = torch.cuda.device_count()
     if cluster.device == "cuda" and num_gpus < cluster.num_ranks:
         raise ConfigError(
             f"the configuration wants {cluster.num_ranks} GPUs and this machine has {num_gpus}: "
-            "start it on its cluster (crossdock render writes the commands), or take "
-            "cluster.device=cpu"
+            "start it on its cluster (crossdock render writes the commands), let ranks share a GPU "
+            "over nvshmem (configs/rig-4.yaml says how), or take cluster.device=cpu"
         )
-    if errors_dir is not None:
-        errors_dir.mkdir(parents=True, exist_ok=True)
-    notes = Path(tempfile.mkdtemp(prefix="crossdock-errors-", dir=errors_dir))
+    try:
+        notes = Path(tempfile.mkdtemp(prefix="crossdock-errors-", dir=errors_dir))
+    except OSError as error:
+        raise ConfigError(f"no place for tracebacks (--errors-dir): {error}") from None
     # The agent's own account of a failure repeats ours at length.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.update(supervision(notes))

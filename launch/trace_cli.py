@@ -14,6 +14,7 @@ from crossdock.dispatch import ExpertPlacement
 from crossdock.launch.screen import make_console, make_table
 from crossdock.launch.trace import Trace, read_trace, write_trace
 from crossdock.launch.trace_convert import read_foreign
+from crossdock.launch.yaml_file import shorten
 from crossdock.scratch.errors import ConfigError
 
 __all__ = ["app"]
@@ -29,7 +30,9 @@ OutPath = Annotated[Path, typer.Argument(metavar="OUT", help="The trace to write
 @app.command()
 def show(
     trace: TracePath,
-    ep: Annotated[int, typer.Option(min=1, help="EP size to show the load of each rank for.")] = 8,
+    ep: Annotated[
+        int, typer.Option(min=1, max=4096, help="EP size to show the load of each rank for.")
+    ] = 8,
 ) -> None:
     """Show how skewed it is: by layer, and by rank at an EP size."""
     recorded = read_trace(trace)
@@ -136,7 +139,8 @@ def _span(name: str, text: str) -> slice:
             raise ValueError
         return slice(int(first) if first else None, int(last) if last else None)
     except ValueError:
-        raise ConfigError(f"--{name} {text}: write it as A:B, either may be left out") from None
+        said = f"--{name} {shorten(text)}"
+        raise ConfigError(f"{said}: write it as A:B, either may be left out") from None
 
 
 def _write(trace: Trace, out: Path) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typer.testing import CliRunner
 
 from crossdock.dispatch.transports.watch import Process
+from crossdock.launch.cli import app
 from crossdock.launch.failures import (
     FailureNote,
     end_stopped,
@@ -99,6 +101,49 @@ def test_torchrun_is_told_the_cause(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
     fail(tmp_path, OSError("disk"), 1)
     assert json.loads(told.read_text())["message"]["message"] == "rank 1: OSError: disk"
+
+
+def test_a_rank_whose_directory_cannot_be_made_still_says_why_it_failed(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    fail(tmp_path / "file" / "errors", OSError("disk"), 1)
+    no_tracebacks, line = capsys.readouterr().err.splitlines()
+    assert no_tracebacks.startswith(f"crossdock: no tracebacks in {tmp_path}/file/errors: ")
+    assert line == "crossdock: rank 1: OSError: disk"
+
+
+def test_a_traceback_that_cannot_be_encoded_is_kept(tmp_path):
+    error = OSError("no trace")
+    error.__cause__ = OSError("no file \udcff.bin")
+    fail(tmp_path, error, 0)
+    assert "no file \\udcff.bin" in (tmp_path / "rank-0.txt").read_text()
+
+
+def test_an_errors_directory_that_cannot_be_made_is_refused(small, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = ["run", str(small), "--errors-dir", str(tmp_path / "file" / "errors")]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, ConfigError)
+    assert "--errors-dir" in str(error)
+
+
+IMPORTS_FOR_LONG = "import time; print('importing', flush=True); time.sleep(60)"
+
+
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text(IMPORTS_FOR_LONG)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "crossdock.launch", "run", "x.yaml"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (-signal.SIGINT, "")
 
 
 def test_the_first_error_is_the_killed_rank_then_a_cause_then_a_consequence(tmp_path):

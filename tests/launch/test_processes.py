@@ -76,11 +76,17 @@ def test_an_error_of_the_job_is_the_last_line(small, tmp_path):
     assert len(list(tmp_path.glob("*/rank-*.txt"))) >= 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
+ENDINGS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+
+
+@pytest.mark.parametrize("how", ENDINGS, ids=lambda how: how.name)
 def test_ending_the_command_ends_its_ranks(how, small, tmp_path):
     with start("alone", 3, [str(small), *ENDLESS, "--errors-dir", str(tmp_path)]) as job:
         job.wait_for("step ")
-        os.kill(job.process.pid, how)
+        if how == signal.SIGINT:  # a terminal's Ctrl-C goes to all
+            os.killpg(job.process.pid, how)
+        else:
+            os.kill(job.process.pid, how)
         outcome = job.end(20)
     assert outcome.status == (-how if how == signal.SIGKILL else 128 + how)
     assert "Traceback" not in outcome.err, outcome.err

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from crossdock.launch.hashing import hash64, hidden_states, uniform
@@ -189,9 +190,49 @@ def test_slice_keeps_what_was_asked(tmp_path):
     assert torch.equal(read_trace(out).topk_idx, read_trace(E64).topk_idx[1:3, :100])
 
 
-def test_slice_to_nothing_is_refused(tmp_path):
-    arguments = ["slice", str(E64), str(tmp_path / "x"), "--layers", "9:"]
-    assert isinstance(CliRunner().invoke(app, arguments).exception, ConfigError)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--layers", "9:"], "layers 0 to 5 and tokens 0 to 8191"),
+        (["--tokens", "5:3"], "nothing is left"),
+        (["--tokens", "5"], "write it as A:B"),
+        (["--tokens", f"{'1' * 5000}:"], "write it as A:B"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_slice_that_cannot_be_cut_is_refused_in_one_short_line(tmp_path, arguments, expected):
+    arguments = ["slice", str(E64), str(tmp_path / "x"), *arguments]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, ConfigError)
+    assert expected in str(error)
+    assert len(str(error)) < 300
+
+
+@pytest.mark.parametrize("name", ["no/such/x", "", "x" * 5000], ids=["parent", "folder", "long"])
+def test_a_slice_that_cannot_be_written_is_refused(tmp_path, name):
+    arguments = ["slice", str(E64), f"{tmp_path}/{name}", "--tokens", ":10"]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, ConfigError)
+    assert "cannot be written" in str(error)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "", "x" * 5000], ids=["none", "folder", "long"])
+def test_a_trace_that_is_not_there_is_refused(tmp_path, name):
+    error = CliRunner().invoke(app, ["show", f"{tmp_path}/{name}"]).exception
+    assert isinstance(error, ConfigError)
+    assert "no such file" in str(error)
+
+
+@pytest.mark.parametrize("num_experts", ["", "many", "\u0663", "1" * 5000], ids=lambda n: n[:4])
+def test_a_trace_must_say_its_number_of_experts(tmp_path, num_experts):
+    path = tmp_path / "t.safetensors"
+    tensors = {
+        "topk_idx": torch.zeros(1, 1, 1, dtype=torch.uint8),
+        "topk_weights": torch.ones(1, 1, 1),
+    }
+    save_file(tensors, path, metadata={"num_experts": num_experts})
+    with pytest.raises(ConfigError, match="has no num_experts"):
+        read_trace(path)
 
 
 def test_show_tells_the_skew():
