@@ -80,7 +80,7 @@ def connect(
     heap = _heap_for(name, inner, symmetric_heap)
     if device is None:
         on_gpu = name in ("nccl", "nvshmem") or (name == "auto" and torch.cuda.is_available())
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu"
+        device = _own_gpu() if on_gpu else "cpu"
     device = torch.device(device)
     is_torch = group is None or isinstance(group, dist.ProcessGroup)
     if name in ("gloo", "nccl") and not is_torch:
@@ -182,6 +182,12 @@ class _Join:
         except TransportUnavailable:  # ranks of several hosts
             logger.info("records travel over %s", host.name)
         return NvshmemTransport(host, self.device, self.symmetric_heap)
+
+
+def _own_gpu() -> torch.device:
+    # A process may see fewer GPUs than its host has ranks: its own only (srun), or a shared one.
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
 
 
 def _heap_for(name: str, inner: str, symmetric_heap: int | str | None) -> int | None:

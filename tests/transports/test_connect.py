@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from crossdock.dispatch import connect
+from crossdock.dispatch.transports import connect as connect_module
 from crossdock.scratch.errors import ConfigError
 
 
@@ -27,3 +29,14 @@ def test_a_heap_without_nvshmem_is_refused(name, inner):
 def test_a_heap_of_no_size_is_refused(name, inner):
     with pytest.raises(ConfigError, match=r"symmetric_heap = '8GB': .* such as 8GiB"):
         connect(name, inner=inner, symmetric_heap="8GB")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "num_gpus", "index"), [("3", 8, 3), ("3", 1, 0), ("5", 4, 1), (None, 2, 0)]
+)
+def test_a_rank_takes_its_own_gpu_of_those_it_sees(monkeypatch, local_rank, num_gpus, index):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert connect_module._own_gpu() == torch.device("cuda", index)
