@@ -74,11 +74,7 @@ def check_hidden_states(
     x: Tensor, config: DispatchConfig, device: torch.device, num_tokens: int | None = None
 ) -> Problem | None:
     """Hidden states [T, H] of the config's dtype on the transport's device, without grad."""
-    expected = f"[T, {config.hidden}]" if num_tokens is None else f"[{num_tokens}, {config.hidden}]"
-    problem = _check("x", x, expected, (config.dtype,), device)
-    if problem is None and (x.shape[1] != config.hidden or num_tokens not in (None, len(x))):
-        return _wrong_shape("x", x, expected)
-    return problem
+    return _check("x", x, num_tokens, config.hidden, (config.dtype,), device)
 
 
 def check_routing(
@@ -89,39 +85,23 @@ def check_routing(
     device: torch.device,
 ) -> Problem | None:
     """Ids int32 or int64 [T, K] and weights fp32 [T, K], with T that of x."""
-    expected = f"[{num_tokens}, {config.top_k}]"
-    for name, tensor, dtypes in (
-        ("topk_idx", topk_idx, (torch.int64, torch.int32)),
-        ("topk_weights", topk_weights, (torch.float32,)),
-    ):
-        problem = _check(name, tensor, expected, dtypes, device)
-        if problem is not None:
-            return problem
-        assert tensor is not None
-        if tensor.shape != (num_tokens, config.top_k):
-            return _wrong_shape(name, tensor, expected)
-    return None
+    return _check(
+        "topk_idx", topk_idx, num_tokens, config.top_k, (torch.int64, torch.int32), device
+    ) or _check("topk_weights", topk_weights, num_tokens, config.top_k, (torch.float32,), device)
 
 
 def check_results(
     y: Tensor, capacity: int, config: DispatchConfig, device: torch.device
 ) -> Problem | None:
     """Results must be [C, H] of a model dtype on the transport's device, without grad."""
-    expected = f"[{capacity}, {config.hidden}]"
-    problem = _check("y", y, expected, DTYPES, device)
-    if problem is None and y.shape != (capacity, config.hidden):
-        return _wrong_shape("y", y, expected)
-    return problem
+    return _check("y", y, capacity, config.hidden, DTYPES, device)
 
 
 def check_out(
     out: Tensor, num_tokens: int, config: DispatchConfig, device: torch.device
 ) -> Problem | None:
     """An ``out`` tensor must be [T, H] of the config's dtype on the transport's device."""
-    expected = f"[{num_tokens}, {config.hidden}]"
-    problem = _check("out", out, expected, (config.dtype,), device)
-    if problem is None and out.shape != (num_tokens, config.hidden):
-        return _wrong_shape("out", out, expected)
+    problem = _check("out", out, num_tokens, config.hidden, (config.dtype,), device)
     if problem is None and any(
         n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
     ):
@@ -130,14 +110,21 @@ def check_out(
 
 
 def _check(
-    name: str, value: object, shape: str, dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str,
+    value: object,
+    rows: int | None,
+    columns: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> Problem | None:
+    """What is wrong with a tensor [rows, columns]; any number of rows will do if it is None."""
     if not isinstance(value, Tensor):
-        return _routing(f"{name} is a {type(value).__name__}: a tensor {shape} is wanted")
+        wanted = _in_words(rows, columns)
+        return _routing(f"{name} is a {type(value).__name__}: a tensor {wanted} is wanted")
     if value.requires_grad and torch.is_grad_enabled():
         return Problem(ProblemKind.GRADIENT, f"{name} {_NO_GRAD}")
     if value.dim() != 2:
-        return _wrong_shape(name, value, shape)
+        return _wrong_shape(name, value, rows, columns)
     if value.dtype not in dtypes:
         wanted = " or ".join(map(str, dtypes))
         return _routing(f"{name} has dtype {value.dtype}: {wanted} is wanted")
@@ -145,11 +132,19 @@ def _check(
         return _routing(f"{name} is a {value.layout} tensor: a dense one is wanted")
     if value.device != device:
         return _routing(f"{name} is on {value.device}: this transport's rows live on {device}")
+    num_rows, num_columns = value.shape
+    if num_columns != columns or rows not in (None, num_rows):
+        return _wrong_shape(name, value, rows, columns)
     return None
 
 
-def _wrong_shape(name: str, value: Tensor, shape: str) -> Problem:
-    return _routing(f"{name} has shape {list(value.shape)}: {shape} is wanted")
+def _in_words(rows: int | None, columns: int) -> str:
+    return f"[{'T' if rows is None else rows}, {columns}]"
+
+
+def _wrong_shape(name: str, value: Tensor, rows: int | None, columns: int) -> Problem:
+    wanted = _in_words(rows, columns)
+    return _routing(f"{name} has shape {list(value.shape)}: {wanted} is wanted")
 
 
 def _routing(text: str) -> Problem:

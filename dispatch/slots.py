@@ -37,7 +37,7 @@ class SlotPlan:
     @cached_property
     def received(self) -> list[int]:
         """[R] rows that each rank receives."""
-        rows: list[int] = self.counts.sum(0).tolist()
+        rows: list[int] = np.add.reduce(self.counts).tolist()
         return rows
 
     @cached_property

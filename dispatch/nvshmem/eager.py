@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class Matrix:
                 return None
             limits.append(limit)
         plan = SlotPlan(self._rows.copy())
-        pairs: list[int] = self._pairs.sum(0).tolist()
+        pairs: list[int] = np.add.reduce(self._pairs).tolist()
         if max(plan.received) > capacity or any(
             0 <= limit < need for limit, need in zip(limits, pairs, strict=True)
         ):
