@@ -182,11 +182,8 @@ class NvshmemMover(Mover):
         if captured:
             _, routing = self.route(topk_idx, topk_weights)
             return Departure(routing=routing, load=Load(x, call=BY_ROUTE))
-        way, ids, weights = (
-            self._new_way(topk_idx),
-            topk_idx.contiguous(),
-            topk_weights.contiguous(),
-        )
+        way = self._new_way(topk_idx)
+        ids, weights = topk_idx.contiguous(), topk_weights.contiguous()
         ledger = self.transport.ledger
         ledger.sequence += 1
         ledger.begun = True  # from here on, what fails on this rank goes on between hosts

@@ -297,6 +297,21 @@ def two_dispatchers_and_two_slots_interleave(transport: Transport) -> None:
             assert not home.wait().any()
 
 
+def ranks_with_different_slots_free_hear_of_it(transport: Transport) -> None:
+    rank, ranks = transport.rank, transport.world_size
+    if ranks == 1:
+        return
+    case = simple_case([(9,) * ranks])
+    with case.dispatcher(transport, num_slots=2) as dispatcher:
+        steps = [send(dispatcher, case.batch(0, rank), transport.device) for _ in range(2)]
+        pending = [dispatcher.combine_send(rows.y.zero_(), handle) for rows, handle in steps]
+        pending[rank % 2].wait()
+        with pytest.raises(DisagreementError, match=r"slot 0 .* rank 0 and slot 1 .* rank 1"):
+            send(dispatcher, case.batch(0, rank), transport.device)
+        pending[1 - rank % 2].wait()
+        check_step(case, 0, rank, one_step(dispatcher, transport, case, 0))
+
+
 def few_sms_and_other_streams_will_do(transport: Transport) -> None:
     case = ragged(transport.world_size, num_sms=3)
     side = torch.cuda.Stream()
@@ -594,6 +609,7 @@ CHECKS = [
     growth_that_fails_on_one_rank_leaves_all_as_they_were,
     a_step_too_large_for_a_lock_is_refused_everywhere,
     two_dispatchers_and_two_slots_interleave,
+    ranks_with_different_slots_free_hear_of_it,
     few_sms_and_other_streams_will_do,
     blocks_of_rows_travel_too,
     graphs_and_eager_steps_interleave,

@@ -52,6 +52,7 @@ def few_shapes_are_exact(transport: Transport) -> None:
         checks.growth_that_fails_on_one_rank_leaves_all_as_they_were,
         checks.a_step_too_large_for_a_lock_is_refused_everywhere,
         checks.two_dispatchers_and_two_slots_interleave,
+        checks.ranks_with_different_slots_free_hear_of_it,
         checks.graphs_and_eager_steps_interleave,
         checks.a_graph_refuses_what_does_not_fit,
         checks.a_rank_that_misses_an_eager_step_is_named,
