@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from crossdock.dispatch import run_local
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+from crossdock.scratch.errors import RankTimeout
 from crossdock.scratch.jit import JitMissingError, toolkit_include_dirs
 from tests.nvshmem import ranks as checks
 from tests.nvshmem.emulation import emulate, record_by_repeating
@@ -66,6 +69,24 @@ def test_emulated(monkeypatch, folder, world_size, check):
     emulate(monkeypatch, folder)
     monkeypatch.setattr(checks, "record", record_by_repeating)
     run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+
+
+def a_dead_process_is_named(transport: NvshmemTransport) -> None:
+    transport.look_for_dead("dispatch")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    transport._processes[1] = replace(transport._processes[1], pid=ended.pid)
+    for _ in range(2):
+        with pytest.raises(RankTimeout, match="rank 1 is dead"):
+            transport.look_for_dead("dispatch")
+    with pytest.raises(RankTimeout, match="rank 1 is dead"):
+        transport.require_working()
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for(monkeypatch, folder):
+    emulate(monkeypatch, folder)
+    check = a_dead_process_is_named
+    run_local(2, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
 
 
 @pytest.mark.slow
