@@ -267,13 +267,13 @@ class Dispatcher:
                 slots,
             )
             handle = self._new_handle(agreed, routing, len(x))
-        received = handle.plan.received
-        refuse_what_does_not_fit(agreement, received, handle.pairs, config=self.config)
+        received, outbox = handle.plan.received, self._mover.outbox_rows(handle.plan)
+        refuse_what_does_not_fit(agreement, received, handle.pairs, outbox, config=self.config)
         self._reserve(index, handle, agreement)
         capacities = agreement.values[:, 0].tolist()
-        if any(rows > held for rows, held in zip(received, capacities, strict=True)):
-            most = max(received) if self._mover.symmetric else received[self.transport.rank]
-            self._grow([index], most)
+        needs = list(map(max, received, outbox))
+        if any(rows > held for rows, held in zip(needs, capacities, strict=True)):
+            self._grow([index], max(needs) if self._mover.symmetric else needs[self.transport.rank])
         handle.slots = slots
         return handle
 

@@ -142,6 +142,10 @@ class Mover(ABC):
         load = None if routing is None else self.load(slot, x, routing)
         return Departure(problem, routing, load)
 
+    def outbox_rows(self, plan: SlotPlan) -> list[int]:
+        """[R] rows of a step that each rank keeps beside its bucket, in memory for as many."""
+        return [0] * self.transport.world_size
+
     def held(self, slot: int) -> int:
         """Rows for which a slot has memory beside its bucket, where that takes an agreement."""
         return 0

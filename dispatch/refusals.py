@@ -10,7 +10,12 @@ __all__ = ["refuse_what_does_not_fit", "require_one_dtype", "require_one_slot"]
 
 
 def refuse_what_does_not_fit(
-    agreement: Agreement, rows: list[int], pairs: list[int], *, config: DispatchConfig
+    agreement: Agreement,
+    rows: list[int],
+    pairs: list[int],
+    outbox: list[int],
+    *,
+    config: DispatchConfig,
 ) -> None:
     """Raise before anything moves if a step is too large for what some rank locked.
 
@@ -18,6 +23,7 @@ def refuse_what_does_not_fit(
         agreement: Has the limits of every rank.
         rows: [R] rows that each rank would receive.
         pairs: [R] pairs that each rank would receive.
+        outbox: [R] rows that each rank's outbox, which is as large as its bucket, would hold.
         config: Says whether buckets are fixed.
 
     Raises:
@@ -25,9 +31,18 @@ def refuse_what_does_not_fit(
     """
     fixed = config.bucket != "grow"
     bucket = f"dispatch.bucket = {config.bucket}" + ("" if fixed else ", locked")
-    for what, holder, needs, limits, setting in (
-        ("rows", "its receive bucket holds", rows, agreement.row_limits, bucket),
-        ("pairs", "its experts hold", pairs, agreement.pair_limits, "lock(pair_capacity=)"),
+    row_limits, pair_limits = agreement.row_limits, agreement.pair_limits
+    for verb, what, holder, needs, limits, setting in (
+        ("receive", "rows", "its receive bucket holds", rows, row_limits, bucket),
+        ("receive", "pairs", "its experts hold", pairs, pair_limits, "lock(pair_capacity=)"),
+        (
+            "put",
+            "rows",
+            "its outbox, as large as its receive bucket, holds",
+            outbox,
+            row_limits,
+            bucket,
+        ),
     ):
         for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
             if 0 <= limit < need:
@@ -37,7 +52,7 @@ def refuse_what_does_not_fit(
                     else "unlock(), run a step of this size, lock() again"
                 )
                 error = LockedError(
-                    f"rank {rank} would receive {need} {what}, but {holder} {limit} and may "
+                    f"rank {rank} would {verb} {need} {what}, but {holder} {limit} and may "
                     f"not grow ({setting}). Nothing has moved. Send less, or: {advice}",
                     ranks=(rank,),
                 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crossdock.scratch import jit
 
-__all__ = ["Kernel", "arch_of", "load_kernel"]
+__all__ = ["Kernel", "arch_of", "checked", "load_kernel"]
 
 Argument = Tensor | int | float | None
 Dim = int | tuple[int, int] | tuple[int, int, int]
@@ -49,7 +49,7 @@ class Kernel:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         kernel = driver.CUkernel(self.handle)
         index = device.index or 0
-        _check(driver.cuKernelSetAttribute(attribute, count, kernel, driver.CUdevice(index)))
+        checked(driver.cuKernelSetAttribute(attribute, count, kernel, driver.CUdevice(index)))
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class Kernel:
         with torch.cuda.device(device):
             _make_context_current(device)
             config.hStream = torch.cuda.current_stream(device).cuda_stream
-            _check(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
+            checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
 
 
 def arch_of(device: torch.device) -> str:
@@ -117,12 +117,17 @@ def _load(path: Path, name: str, arch: str, defines: tuple[tuple[str, str | int]
     from cuda.bindings import driver
 
     cubin = jit.compile_cuda(path, arch=arch, defines=dict(defines))
-    (library,) = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-    (kernel,) = _check(driver.cuLibraryGetKernel(library, name.encode()))
+    (library,) = checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+    (kernel,) = checked(driver.cuLibraryGetKernel(library, name.encode()))
     return Kernel(driver.CUfunction(int(kernel)), library)
 
 
-def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call of the driver's bindings returns besides its status.
+
+    Raises:
+        RuntimeError: The driver refused; the message has its reason.
+    """
     from cuda.bindings import driver
 
     status, *values = result

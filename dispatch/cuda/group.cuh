@@ -37,14 +37,18 @@ enum SlotState { STEP, REFUSED, NUM_ROWS, NUM_PAIRS };
 enum Header { KIND, CALL, SLOT, PAIR_LIMIT, TOKEN, COLUMN, VALUE, HEADER };
 
 // What is wrong with a step. The first three are found by `route`, in this order of importance.
-enum Kind { FINE, OUTSIDE, REPEATED, NOT_FINITE, TOO_MANY_ROWS, TOO_MANY_PAIRS };
+enum Kind { FINE, OUTSIDE, REPEATED, NOT_FINITE, TOO_MANY_ROWS, TOO_MANY_PAIRS, TOO_MANY_PUTS };
 
 // Words of pinned host memory through which kernels report: a refusal, whether a wait was in vain,
 // then lateness by rank.
 enum Report { WHAT, RANK, FIRST, SECOND, THIRD, IN_VAIN = 7, LATE = 8 };
 
+// A rank is *distant* from one that has no address for its memory. What is for it goes to an outbox
+// here, at the address that stands for its memory, and the kernels of puts.cu bring it there; they
+// exchange all records and post all signals, of every rank, as soon as one is distant from any other
+// (`has_distant`).
 struct Group {
-  i64 rank, ranks, top_k, hidden, num_experts, num_local, most_local, timeout_ns;
+  i64 rank, ranks, top_k, hidden, num_experts, num_local, most_local, timeout_ns, has_distant;
   i64* state;           // State, then pairs [R] and experts' pairs [E] that `route` adds up
   const int* code;      // [E] owner << CODE_BITS | local id
   const int* expert_at; // [R, most_local] global id of each rank's local experts, -1 past them
@@ -52,20 +56,23 @@ struct Group {
   i64* report;          // pinned: Report
   const Group* calls;   // of the transport: signals alone, BEGUN
   i64* control[MAX_RANKS]; // each rank's signals and pages, as this rank reaches them
+  u64 distant[MAX_RANKS];  // the ranks that are distant from each, one bit each
 };
 
 struct Slot {
   i64 capacity, scale_at, ids_at, weights_at, source_at, y_at;
   i64* state;           // SlotState
   i64* rows_per_expert; // [num_local]
-  unsigned char* bucket[MAX_RANKS]; // each rank's, as this rank reaches it; payload first
+  unsigned char* bucket[MAX_RANKS]; // each rank's, as this rank reaches it, or else the outbox;
+                                    // payload first
 };
 
 // A step's routing, in one block of memory that lives as long as its handle.
 struct Way {
   i64* record;   // Header, rows [R], pairs [R]
   i64* experts;  // [E] pairs of each expert
-  i64* first;    // [R] place of this rank's first row on each rank
+  i64* first;    // [R] place of this rank's first row for each rank, in what stands for its bucket
+  i64* there;    // [R] the same in the bucket itself, if any rank is distant
   u64* mask;     // [T] destinations
   int* base;     // [chunks, R] rows of earlier chunks
   int* code;     // [T, K] codes of the experts, -1 for none
@@ -77,7 +84,8 @@ struct Way {
     record = static_cast<i64*>(memory);
     experts = record + HEADER + 2 * group.ranks;
     first = experts + group.num_experts;
-    mask = reinterpret_cast<u64*>(first + group.ranks);
+    there = first + group.ranks;
+    mask = reinterpret_cast<u64*>(there + group.ranks);
     base = reinterpret_cast<int*>(mask + num_tokens);
     code = base + (chunks > 0 ? chunks : 1) * group.ranks;
     weight = reinterpret_cast<float*>(code + num_tokens * group.top_k);
@@ -97,6 +105,10 @@ __device__ __forceinline__ i64* record_on(const Group& group, i64 rank, i64 sour
 
 __device__ __forceinline__ i64* signal_on(const Group& group, i64 rank, Signal signal, i64 source) {
   return group.control[rank] + (signal * group.ranks + source) * SIGNAL_WORDS;
+}
+
+__device__ __forceinline__ bool is_distant(const Group& group, i64 from, i64 rank) {
+  return group.distant[from] >> rank & 1;
 }
 
 // What a rank posts as BEGUN: the call, and whether it goes to the exchange of the hosts.

@@ -48,7 +48,12 @@ __device__ void post_record(const Group& group, const Way& way, i64 epoch, i64 p
 // waits for the number of the call, negative if a rank did not come. A rank that has trouble of its
 // own, or is in another call, goes to the exchange of the hosts; then there is nothing to wait for
 // here, and its record does not bear the number of this call. One block, all threads.
-__device__ void agree(const Group& group, const Way& way, i64 call, i64 slot, i64 pair_limit) {
+//
+// `send(page)` posts BEGUN behind the record that was written; `settle(source, at)` makes sure that
+// what is behind the signal of a rank can be read, if it has come.
+template <class Send, class Settle>
+__device__ void agree(const Group& group, const Way& way, i64 call, i64 slot, i64 pair_limit,
+                      const Send& send, const Settle& settle) {
   const Group& calls = *group.calls;
   const int ranks = static_cast<int>(group.ranks), given = HEADER + 2 * ranks;
   const i64 page = page_of_call(call);
@@ -59,10 +64,11 @@ __device__ void agree(const Group& group, const Way& way, i64 call, i64 slot, i6
   if (came) {
     write_record(group, way, page, pair_limit, call, slot);
     __syncthreads();
-    post(calls, BEGUN, begun(call));
+    send(page);
     for (int source = threadIdx.x; source < ranks; source += blockDim.x) {
       const i64* at = signal_on(calls, group.rank, BEGUN, source);
       came &= reaches(group, at, begun(call), source, 1 + BEGUN, &elsewhere);
+      settle(source, at);
       if (load_acquire(at) == begun_on_host(call)) *static_cast<volatile int*>(&elsewhere) = 1;
     }
     came = __syncthreads_and(came);

@@ -123,15 +123,39 @@ __device__ __forceinline__ uint4 quantize(const Eight<ELEM> (&numbers)[2], float
 #endif
 
 struct Judgement {
-  i64 first[MAX_RANKS];    // place of this rank's first row on each rank
+  i64 first[MAX_RANKS];    // place of this rank's first row for each rank
   i64 received[MAX_RANKS]; // rows of each rank
   i64 pairs[MAX_RANKS];
 };
 
 constexpr int AT_ONCE = 8; // records that are read before the first is looked at
 
+// Rows of `source` that wait in its outbox for ranks below `end`, by its record.
+__device__ __forceinline__ i64 rows_in_outbox(const Group& group, const i64* record, i64 source,
+                                              i64 end) {
+  i64 rows = 0;
+  for (i64 rank = 0; rank < end; ++rank) {
+    if (is_distant(group, source, rank)) rows += __ldcg(record + HEADER + rank);
+  }
+  return rows;
+}
+
+// Where some rank is distant: whether an outbox is too small for what a rank has for those distant from
+// it; and this rank's places, there and in its own outbox. Out of the way, as most groups have none.
+__device__ __noinline__ bool judge_outbox(const Group& group, const Way& way, i64 capacity, i64 page,
+                                          int rank, Judgement& judgement) {
+  const i64* own = record_on(group, group.rank, group.rank, page);
+  way.there[rank] = judgement.first[rank];
+  if (is_distant(group, group.rank, rank)) {
+    judgement.first[rank] = rows_in_outbox(group, own, group.rank, rank);
+  }
+  const i64* record = record_on(group, group.rank, rank, page);
+  return rows_in_outbox(group, record, rank, group.ranks) > capacity;
+}
+
 // The same on all ranks, for it sees the same records on all.
-__device__ bool refuses(const Group& group, i64 capacity, i64 page, Judgement& judgement) {
+__device__ bool refuses(const Group& group, const Way& way, i64 capacity, i64 page,
+                        Judgement& judgement) {
   bool bad = false;
   for (int rank = threadIdx.x; rank < group.ranks; rank += blockDim.x) {
     const i64* own = record_on(group, group.rank, rank, page);
@@ -156,6 +180,7 @@ __device__ bool refuses(const Group& group, i64 capacity, i64 page, Judgement& j
     judgement.received[rank] = rows;
     judgement.pairs[rank] = pairs;
     bad |= kind != FINE || rows > capacity || (limit >= 0 && pairs > limit);
+    if (group.has_distant) bad |= judge_outbox(group, way, capacity, page, rank, judgement);
   }
   return __syncthreads_or(bad);
 }
@@ -188,6 +213,15 @@ __device__ void report(const Group& group, i64 capacity, i64 page, const Judgeme
     note[RANK] = rank;
     note[FIRST] = judgement.pairs[rank];
     note[SECOND] = limit;
+  }
+  for (i64 rank = 0; rank < group.ranks && what == FINE; ++rank) {
+    const i64* record = record_on(group, group.rank, rank, page);
+    const i64 rows = rows_in_outbox(group, record, rank, group.ranks);
+    if (rows <= capacity) continue;
+    what = TOO_MANY_PUTS;
+    note[RANK] = rank;
+    note[FIRST] = rows;
+    note[SECOND] = capacity;
   }
   __threadfence_system();
   note[WHAT] = what;
@@ -441,7 +475,7 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
   // Block 0 is there whenever any block is, so it cannot be kept from posting by those that wait.
   if (call == HERE && blockIdx.x == 0) post_record(group, way, epoch, pair_limit);
   const bool came = call > 0 || await(group, RECORD, epoch);
-  const bool refused = refuses(group, slot.capacity, page, judgement);
+  const bool refused = refuses(group, way, slot.capacity, page, judgement);
   const bool moves = came && !refused;
   prepare_bucket(group, slot, way, epoch, page, moves, judgement, poison);
   if (moves) {
@@ -457,6 +491,7 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
   wait_for_all_but<0>(); // of a refused step
   if (!is_last_block(group.state, ROWS_TICKET)) return;
   if (threadIdx.x == 0) group.state[DISPATCHES] = epoch;
+  if (group.has_distant) return; // `put` goes on from here
   post(group, ARRIVED, epoch);
   // One block of one launch: it keeps nobody from writing.
   if (!staged && !await(group, ARRIVED, epoch) && threadIdx.x == 0) slot.state[REFUSED] = 1;

@@ -18,6 +18,7 @@ class SymmetricBucket(BucketMemory):
 
     Attributes:
         layout: Places of its parts.
+        num_bytes: Of symmetric memory, an outbox for distant ranks included.
         memory: Once taken.
         table: int64 on the device, the kernels' ``Slot``.
         x: [C, H] payload.
@@ -29,9 +30,16 @@ class SymmetricBucket(BucketMemory):
     """
 
     def __init__(
-        self, capacity: int, wire: WireFormat, device: torch.device, num_local_experts: int
+        self,
+        capacity: int,
+        wire: WireFormat,
+        device: torch.device,
+        num_local_experts: int,
+        *,
+        has_outbox: bool = False,
     ) -> None:
         self.layout = BucketLayout.of(capacity, wire)
+        self.num_bytes = self.layout.num_bytes * (2 if has_outbox else 1)
         self.memory: Symmetric | None = None
         self.captured = False
         self._device = device
@@ -47,9 +55,10 @@ class SymmetricBucket(BucketMemory):
             self._view(torch.empty(0, dtype=torch.uint8, device=device), [])
 
     def take(self, memory: Symmetric) -> None:
-        """Lie in ``memory`` from now on."""
+        """Lie in ``memory`` from now on; behind the bucket there is the outbox, if it has one."""
         self.memory = memory
-        self._view(memory.buffer, memory.addresses)
+        buffer, outbox = memory.buffer.tensor_split([self.layout.num_bytes])
+        self._view(buffer, [address or outbox.data_ptr() for address in memory.addresses])
 
     def y(self) -> Tensor:
         """[C, H] in the model's dtype."""

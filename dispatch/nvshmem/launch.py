@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from crossdock.dispatch.nvshmem.layout import CHUNK, MAX_RANKS, WARP
+from crossdock.dispatch.nvshmem.runtime import Runtime
 from crossdock.dispatch.wire import WireFormat
 from crossdock.scratch.kernels import load_kernel
 
-__all__ = ["SOURCES", "Kernels", "Launch", "Ring", "Shape", "variants"]
+__all__ = ["PUTS", "SOURCES", "Kernels", "Launch", "Ring", "Shape", "variants"]
 
 SOURCES = Path(__file__).parent.parent / "cuda"
+PUTS = SOURCES / "puts.cu"  # what calls NVSHMEM, compiled otherwise
 C_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
 
@@ -92,6 +94,7 @@ class Launch:
         device: Whose context; must be current when it is called.
         defines: Macros.
         shared_bytes: Of a block, besides what the source declares.
+        runtime: Loads it, if it calls NVSHMEM; then it has no macros.
     """
 
     def __init__(
@@ -103,13 +106,17 @@ class Launch:
         device: torch.device,
         defines: dict[str, str | int],
         shared_bytes: int = 0,
+        runtime: Runtime | None = None,
     ) -> None:
-        self._kernel = load_kernel(path, name, device=device, defines=defines)
-        if shared_bytes:
-            self._kernel.allow_shared_bytes(shared_bytes, device)
-        self._shared_bytes = shared_bytes
         self._device = device
-        self._handle = ctypes.c_void_p(self._kernel.handle)
+        self._shared_bytes = shared_bytes
+        if runtime is None:
+            self._kernel = load_kernel(path, name, device=device, defines=defines)
+            if shared_bytes:
+                self._kernel.allow_shared_bytes(shared_bytes, device)
+            self._handle = ctypes.c_void_p(self._kernel.handle)
+        else:
+            self._handle = ctypes.c_void_p(runtime.load_kernel(path, name))
         self._words = (ctypes.c_longlong * num_words)()
         at = ctypes.addressof(self._words)
         self._pointers = (ctypes.c_void_p * num_words)(*range(at, at + 8 * num_words, 8))
@@ -156,12 +163,13 @@ class Ring:
     Args:
         device: Whose kernel; must be current.
         calls: int64, the transport's ``Group``.
+        runtime: If some rank is distant from another.
     """
 
-    def __init__(self, device: torch.device, calls: Tensor) -> None:
+    def __init__(self, device: torch.device, calls: Tensor, runtime: Runtime | None) -> None:
         self._calls = calls
-        path = SOURCES / "signals.cu"
-        self._ring = Launch(path, "ring", 2, device=device, defines={})
+        path = SOURCES / "signals.cu" if runtime is None else PUTS
+        self._ring = Launch(path, "ring", 2, device=device, defines={}, runtime=runtime)
 
     def __call__(self, call: int) -> None:
         """Launch on the current stream."""

@@ -22,11 +22,14 @@ __all__ = [
     "Kind",
     "Report",
     "State",
+    "control_stand_in",
     "control_words",
+    "distant_bits",
     "begun_words",
     "expert_codes",
     "experts_by_rank",
     "matrix_words",
+    "record_words",
     "state_words",
     "way_words",
 ]
@@ -35,9 +38,10 @@ CHUNK = 128
 WARP = 32
 BY_ROUTE = -1  # instead of a call's number: `route` has posted the record of a step in a graph
 MAX_RANKS = 64
-CONTROL_AT = 14  # word of a ``Group`` at which addresses begin
+CONTROL_AT = 15  # word of a ``Group`` at which addresses begin
 _CODE_BITS = 24
 _NUM_SIGNALS = 3
+_NUM_PAGES = 4
 _SIGNAL_WORDS = 16
 _ALIGN = 256
 
@@ -77,6 +81,7 @@ class Kind(IntEnum):
     NOT_FINITE = 3
     TOO_MANY_ROWS = 4
     TOO_MANY_PAIRS = 5
+    TOO_MANY_PUTS = 6
 
 
 class Report(IntEnum):
@@ -145,14 +150,46 @@ class BucketLayout:
 def way_words(num_tokens: int, num_experts: int, ranks: int, top_k: int) -> int:
     """Words of 8 bytes of a step's routing."""
     chunks = max(1, -(-num_tokens // CHUNK))
-    words = Header.HEADER + 2 * ranks + num_experts + ranks + num_tokens
+    words = Header.HEADER + 2 * ranks + num_experts + 2 * ranks + num_tokens
     return words + -(-(chunks * ranks + num_tokens * (2 * top_k + ranks)) // 2)
 
 
-def control_words(ranks: int, most_local: int) -> int:
-    """Words of a rank's signals and its four pages of records."""
-    record_words = Header.HEADER + 2 * ranks + most_local
-    return _NUM_SIGNALS * ranks * _SIGNAL_WORDS + 4 * ranks * record_words
+def record_words(ranks: int, most_local: int) -> int:
+    """Words of a record."""
+    return Header.HEADER + 2 * ranks + most_local
+
+
+def control_words(ranks: int, record_words: int, *, has_distant: bool) -> int:
+    """Words of a rank's signals and its pages of records, and as many of those on their way."""
+    num_pages = 2 * _NUM_PAGES if has_distant else _NUM_PAGES
+    return _NUM_SIGNALS * ranks * _SIGNAL_WORDS + num_pages * ranks * record_words
+
+
+def control_stand_in(own: int, rank: int, distant: int, ranks: int, record_words: int) -> int:
+    """Address that stands for a distant rank's control block when a record is written.
+
+    The kernels write it as number ``rank`` of a page there; from this address that is number
+    ``distant`` of a page behind those that are this rank's own.
+
+    Args:
+        own: Address of this rank's control block.
+        rank: This rank.
+        distant: The other.
+        ranks: R.
+        record_words: Of one record.
+    """
+    return own + 8 * (_NUM_PAGES * ranks + distant - rank) * record_words
+
+
+def distant_bits(reach: Tensor) -> Tensor:
+    """int64 [MAX_RANKS], for each rank a bit for each whose memory it has no address for.
+
+    Args:
+        reach: bool [R, R], whether (row index) has an address for the memory of (column).
+    """
+    bits = torch.zeros(MAX_RANKS, dtype=torch.int64)
+    bits[: len(reach)] = ((~reach).long() << torch.arange(len(reach))).sum(1)
+    return bits
 
 
 def begun_words(ranks: int) -> int:

@@ -32,15 +32,20 @@ from crossdock.dispatch.nvshmem.layout import (
     Kind,
     Report,
     State,
+    control_stand_in,
     control_words,
+    distant_bits,
     expert_codes,
     experts_by_rank,
+    record_words,
     state_words,
     way_words,
 )
+from crossdock.dispatch.nvshmem.puts import PuttingKernels
 from crossdock.dispatch.nvshmem.runtime import Symmetric
 from crossdock.dispatch.routing import Counts, find_problem
 from crossdock.dispatch.rows import ReceivedRows
+from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.transports.base import Done, Work
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.dispatch.wire import WireFormat
@@ -62,7 +67,7 @@ class _DeviceRouting(Counts):
 
 
 class NvshmemMover(Mover):
-    """Over GPUs that reach each other's memory; see ``docs/nvshmem-protocol.md``."""
+    """Over GPUs, by plain stores where there is an address; see ``docs/nvshmem-protocol.md``."""
 
     connects = True
     symmetric = True
@@ -84,7 +89,11 @@ class NvshmemMover(Mover):
         placement, device, ranks = algorithm.placement, transport.device, transport.world_size
         self._num_local = placement.num_local_experts(transport.rank)
         experts = experts_by_rank(placement)
-        self._control_bytes = 8 * control_words(ranks, experts.shape[1])
+        self._has_distant = transport.has_distant
+        self._record_words = record_words(ranks, experts.shape[1])
+        self._control_bytes = 8 * control_words(
+            ranks, self._record_words, has_distant=self._has_distant
+        )
         self._control: Symmetric | None = None
         self._state = torch.zeros(
             state_words(ranks, config.num_experts), dtype=torch.int64, device=device
@@ -98,10 +107,16 @@ class NvshmemMover(Mover):
         self._num_discards = 0
         words = [transport.rank, ranks, wire.top_k, wire.hidden, config.num_experts]
         words += [self._num_local, experts.shape[1], round(transport.timeout_s * 1e9)]
+        words += [self._has_distant]
         tensors = (self._state, self._code, self._expert_at, self._matrix.words, self._report)
         words += [tensor.data_ptr() for tensor in (*tensors, transport.calls)]
-        self._group = torch.tensor(words + [0] * MAX_RANKS, dtype=torch.int64, device=device)
-        self._kernels = Kernels(wire, device, config.num_sms, self._group)
+        words += [0] * MAX_RANKS + distant_bits(transport.runtime.reach).tolist()
+        self._group = torch.tensor(words, dtype=torch.int64, device=device)
+        self._kernels = (
+            PuttingKernels(wire, device, config.num_sms, self._group, ranks, transport.runtime)
+            if self._has_distant
+            else Kernels(wire, device, config.num_sms, self._group)
+        )
         self._in_use: dict[int, SymmetricBucket] = {}
         self._outgrown: list[SymmetricBucket] = []  # whose addresses graphs hold
 
@@ -109,8 +124,14 @@ class NvshmemMover(Mover):
 
     def allocate(self, capacity: int) -> BucketMemory:
         """Describe a bucket and see that there is room; :meth:`connect` takes it."""
-        bucket = SymmetricBucket(capacity, self.wire, self.transport.device, self._num_local)
-        need = bucket.layout.num_bytes + (0 if self._control else self._control_bytes)
+        bucket = SymmetricBucket(
+            capacity,
+            self.wire,
+            self.transport.device,
+            self._num_local,
+            has_outbox=self._has_distant,
+        )
+        need = bucket.num_bytes + (0 if self._control else self._control_bytes)
         if need:
             self.transport.runtime.require_room(need)
         return bucket
@@ -127,7 +148,7 @@ class NvshmemMover(Mover):
         with torch.inference_mode(False):
             for _, bucket in buckets:
                 if bucket.memory is None and bucket.capacity:
-                    bucket.take(runtime.allocate(bucket.layout.num_bytes))
+                    bucket.take(runtime.allocate(bucket.num_bytes))
 
         def commit() -> None:
             for slot, bucket in buckets:
@@ -145,7 +166,17 @@ class NvshmemMover(Mover):
     def _take_control(self) -> None:
         self._control = self.transport.runtime.allocate(self._control_bytes)
         self._control.buffer.zero_()
-        addresses = torch.tensor(self._control.addresses, dtype=torch.int64)
+        own, rank, ranks = (
+            self._control.buffer.data_ptr(),
+            self.transport.rank,
+            self.transport.world_size,
+        )
+        addresses = torch.tensor(
+            [
+                address or control_stand_in(own, rank, peer, ranks, self._record_words)
+                for peer, address in enumerate(self._control.addresses)
+            ]
+        )
         self._group[CONTROL_AT : CONTROL_AT + len(addresses)] = addresses.to(self._group.device)
         # Zeros must be there before anybody signals, which all do after the next agreement.
         torch.cuda.synchronize(self.transport.device)
@@ -203,7 +234,10 @@ class NvshmemMover(Mover):
             return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
         rows, pairs = self._matrix.counts()
         routing = _DeviceRouting(rows=rows, pairs=pairs, way=way)
-        agreed = self._matrix.judge(call, slot, self._in_use[slot].capacity)
+        capacity = self._in_use[slot].capacity
+        agreed = self._matrix.judge(call, slot, capacity)
+        if agreed is not None and max(self.outbox_rows(agreed.plan)) > capacity:
+            agreed = None
         ledger.begun = agreed is None
         return Departure(routing=routing, load=Load(x, call=call), agreed=agreed)
 
@@ -226,6 +260,14 @@ class NvshmemMover(Mover):
         num_tokens, top_k = topk_idx.shape
         words = way_words(num_tokens, self._num_experts, self.transport.world_size, top_k)
         return torch.empty(words, dtype=torch.int64, device=self.transport.device)
+
+    def outbox_rows(self, plan: SlotPlan) -> list[int]:
+        """Those for ranks that are distant from their source."""
+        if not self._has_distant:
+            return super().outbox_rows(plan)
+        is_distant = ~self.transport.runtime.reach.numpy()
+        rows: list[int] = (plan.counts * is_distant).sum(1).tolist()
+        return rows
 
     def load(self, slot: int, x: Tensor, routing: Counts) -> Load:
         """Tokens as the kernel reads them."""
@@ -386,11 +428,13 @@ def _problem_of(what: Kind, first: int, second: int, third: int, num_experts: in
         value = torch.tensor(third, dtype=torch.int32).view(torch.float32)
         text = f"topk_weights[{first}, {second}] = {float(value)}: weights must be finite"
     else:
-        holder = "rows, its receive bucket holds"
+        need = f"received {first} rows, its receive bucket holds"
         if what == Kind.TOO_MANY_PAIRS:
-            holder = "pairs, its experts hold"
+            need = f"received {first} pairs, its experts hold"
+        elif what == Kind.TOO_MANY_PUTS:
+            need = f"put {first} rows, its outbox holds"
         text = (
-            f"would have received {first} {holder} {second}; no row moved in that step, and its "
+            f"would have {need} {second}; no row moved in that step, and its "
             "results are NaN. unlock(), run a step of this size eagerly, lock() and capture again"
         )
         return Problem(ProblemKind.CAPACITY, text)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.nvshmem.device import compile_with_nvshmem
 from crossdock.dispatch.nvshmem.heap import check_heaps, heap_environment
 from crossdock.dispatch.transports.base import Transport
-from crossdock.scratch.errors import TransportUnavailable
+from crossdock.scratch.errors import ConfigError, TransportUnavailable
+from crossdock.scratch.kernels import arch_of, checked
 
-__all__ = ["Runtime", "Symmetric", "gpu_number", "import_bindings"]
+__all__ = ["Runtime", "Symmetric", "gpu_number", "import_bindings", "pretended_reach"]
 
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'crossdock[cu13]' (or cu12) nvshmem4py-cu13 (or -cu12)"
+_PROBE = 16  # bytes
 _GRANULE = 512 << 20  # bytes by which NVSHMEM's heap grows (NVSHMEM_CUMEM_GRANULARITY)
 _ALIGN = 512  # of what it hands out
 
@@ -30,7 +35,7 @@ class Symmetric:
 
     Attributes:
         buffer: uint8 [num_bytes], this rank's own.
-        addresses: [R] address of each rank's, as this rank reaches it.
+        addresses: [R] address of each rank's, as this rank reaches it; 0 where only puts do.
     """
 
     buffer: Tensor
@@ -45,9 +50,13 @@ class Runtime:
         device: This rank's GPU.
         symmetric_heap: Bytes of symmetric memory, taken now and never more; None to grow.
 
+    Attributes:
+        reach: bool [R, R] on the CPU, the same on all ranks: whether (row index) has an address for
+            the memory of (column).
+
     Raises:
-        TransportUnavailable: NVSHMEM is not installed, did not start, or cannot reach some rank's
-            memory; says what to do.
+        ConfigError: CROSSDOCK_NVSHMEM_PUTS is neither "all" nor a number of ranks.
+        TransportUnavailable: NVSHMEM is not installed or did not start; says what to do.
         DisagreementError: Ranks ask for different heaps.
         CapacityError: Some GPU has no room for the heap.
     """
@@ -56,12 +65,19 @@ class Runtime:
         self, host: Transport, device: torch.device, symmetric_heap: int | None = None
     ) -> None:
         self._device = device
+        self._rank = host.rank
         self._num_ranks = host.world_size
+        self._modules: dict[Path, Any] = {}
         self._heap = symmetric_heap
         self._taken: dict[int, int] = {}
         self._bindings = import_bindings()
+        pretended = pretended_reach(host.world_size)[host.rank]
         with heap_environment(symmetric_heap):
             self._start(host)
+        probe = self._bindings.malloc(_PROBE)
+        found = [bool(self._bindings.ptr(probe, rank)) for rank in range(host.world_size)]
+        self._bindings.free(probe)
+        self.reach = host.exchange((torch.tensor(found) & pretended).long()).bool()
 
     def _start(self, host: Transport) -> None:
         unique_id = self._bindings.uniqueid()
@@ -124,7 +140,6 @@ class Runtime:
 
         Raises:
             MemoryError: There is not as much.
-            TransportUnavailable: Some rank's memory cannot be reached by plain loads and stores.
         """
         address = self._bindings.malloc(num_bytes)
         if address == 0:
@@ -138,12 +153,10 @@ class Runtime:
                 )
             )
         self._taken[address] = -(-num_bytes // _ALIGN) * _ALIGN
-        addresses = [self._bindings.ptr(address, rank) for rank in range(self._num_ranks)]
-        if 0 in addresses:
-            raise TransportUnavailable(
-                f"rank {addresses.index(0)} has no address for its memory here (no NVLink or "
-                "peer access between the GPUs): use nccl, or hierarchical across nodes"
-            )
+        addresses = [
+            self._bindings.ptr(address, rank) if reached else 0
+            for rank, reached in enumerate(self.reach[self._rank].tolist())
+        ]
         buffer = torch.as_tensor(_Span(address, num_bytes), device=self._device)
         return Symmetric(buffer, addresses)
 
@@ -153,9 +166,73 @@ class Runtime:
         del self._taken[address]
         self._bindings.free(address)
 
+    def read(self, to: Tensor, memory: Symmetric, begin: int, rank: int) -> None:
+        """Copy from a rank's symmetric memory, in order of the current stream.
+
+        Args:
+            to: uint8 [n] on this device; in symmetric memory too, if there is no address.
+            memory: Of which the rank's part is wanted.
+            begin: Byte at which to begin.
+            rank: Whose.
+        """
+        from cuda.bindings import driver
+
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if memory.addresses[rank]:
+            source = memory.addresses[rank] + begin
+            checked(driver.cuMemcpyDtoDAsync(to.data_ptr(), source, to.numel(), stream))
+        else:
+            source = memory.buffer.data_ptr() + begin
+            self._bindings.getmem_on_stream(to.data_ptr(), source, to.numel(), rank, stream)
+
+    def load_kernel(self, path: Path, name: str) -> int:
+        """The driver's CUfunction of a kernel that calls NVSHMEM, until :meth:`stop`.
+
+        Raises:
+            JitError: See ``jit.compile_cuda``.
+        """
+        from cuda.bindings import driver
+
+        if path not in self._modules:
+            cubin = compile_with_nvshmem(path, arch=arch_of(self._device))
+            (module,) = checked(driver.cuModuleLoadData(cubin))
+            status = self._bindings.cumodule_init(int(module))
+            if status:
+                raise RuntimeError(f"NVSHMEM does not initialise {path.name}: status {status}")
+            self._modules[path] = module
+        (function,) = checked(driver.cuModuleGetFunction(self._modules[path], name.encode()))
+        return int(function)
+
     def stop(self) -> None:
         """Give everything back. Collective; a new runtime may be started afterwards."""
+        from cuda.bindings import driver
+
+        for module in self._modules.values():
+            self._bindings.cumodule_finalize(int(module))
+            checked(driver.cuModuleUnload(module))
+        self._modules.clear()
         self._bindings.hostlib_finalize()
+
+
+def pretended_reach(ranks: int) -> Tensor:
+    """Who may use the address that it has for whose memory, bool [R, R]: to try puts on one GPU.
+
+    CROSSDOCK_NVSHMEM_PUTS says it: "all" (nobody but the rank itself), the number of ranks of a
+    node (nobody of another node), or nothing (everybody).
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    given = os.environ.get("CROSSDOCK_NVSHMEM_PUTS")
+    if given is None:
+        return torch.ones(ranks, ranks, dtype=torch.bool)
+    size = "1" if given == "all" else given
+    if not (size.isascii() and size.isdecimal() and int(size)):
+        raise ConfigError(
+            f"CROSSDOCK_NVSHMEM_PUTS = {given!r}: all, or how many ranks a node is to have"
+        )
+    node = torch.arange(ranks) // int(size)
+    return node[:, None] == node
 
 
 class _Span:

@@ -1,4 +1,4 @@
-"""GPUs that reach each other's memory through NVSHMEM.
+"""GPUs that write each other's memory through NVSHMEM.
 
 Records travel between hosts, over a transport that is there already, so bad arguments and lost
 ranks are found as everywhere; but dispatches that nothing speaks against are agreed on by kernels.
@@ -10,13 +10,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import mul
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from crossdock.dispatch.nvshmem.launch import Ring, raw_stream
-from crossdock.dispatch.nvshmem.layout import CONTROL_AT, MAX_RANKS, Report, begun_words
+from crossdock.dispatch.nvshmem.layout import (
+    CONTROL_AT,
+    MAX_RANKS,
+    Report,
+    begun_words,
+    distant_bits,
+)
 from crossdock.dispatch.nvshmem.runtime import Runtime, Symmetric
 from crossdock.dispatch.transports.base import Done, Transport, Work
 from crossdock.dispatch.transports.watch import gather_processes
@@ -31,15 +38,18 @@ _KEYS = 16  # discards that ranks tell each other of at a time
 
 
 class NvshmemTransport(Transport):
-    """Ranks whose GPUs write and read each other's memory.
+    """Ranks whose GPUs write and read each other's memory: by address, or over the network.
 
     Args:
         host: A transport over the same ranks, for records; closed with this one.
         device: This rank's GPU.
         symmetric_heap: Bytes of NVSHMEM's heap, taken at once; None for one that grows.
 
+    Attributes:
+        has_distant: Whether some rank has no address for the memory of another.
+
     Raises:
-        TransportUnavailable: No NVSHMEM, too many ranks, or memory that cannot be reached.
+        TransportUnavailable: No NVSHMEM, or too many ranks.
         DisagreementError: Ranks ask for different heaps.
         CapacityError: Some GPU has no room for the heap.
     """
@@ -61,6 +71,7 @@ class NvshmemTransport(Transport):
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize(self.device)  # NVSHMEM joins the context that torch has made
         self.runtime = Runtime(host, self.device, symmetric_heap)
+        self.has_distant = not bool(self.runtime.reach.all())
         self._processes = gather_processes(host)
         self._reports: dict[int, memoryview] = {}
         self._num_owners = 0
@@ -70,9 +81,9 @@ class NvshmemTransport(Transport):
         self._begun = self.runtime.allocate(8 * begun_words(self.world_size))
         self._begun.buffer.zero_()
         words = [self.rank, self.world_size] + [0] * (CONTROL_AT - 2) + self._begun.addresses
-        words += [0] * (MAX_RANKS - self.world_size)
+        words += [0] * (MAX_RANKS - self.world_size) + distant_bits(self.runtime.reach).tolist()
         self.calls = torch.tensor(words, dtype=torch.int64, device=self.device)
-        self._ring = Ring(self.device, self.calls)
+        self._ring = Ring(self.device, self.calls, self.runtime if self.has_distant else None)
         torch.cuda.synchronize(self.device)
         host.exchange(torch.zeros(1, dtype=torch.int64))  # zeros are there before anybody rings
 
@@ -192,24 +203,26 @@ class NvshmemTransport(Transport):
             recv: uint8 [sum(recv_rows), row_bytes].
             recv_rows: [R] rows from each rank.
         """
-        from cuda.bindings import driver
-
-        said = self.exchange(torch.tensor([send.numel(), *starts])).tolist()
-        most = max(offer[0] for offer in said)
+        row_bytes = send.shape[1]
+        is_distant = (~self.runtime.reach[self.rank]).tolist()
+        # What a distant rank sends can only arrive in symmetric memory.
+        inbox_bytes = row_bytes * max(map(mul, recv_rows, is_distant))
+        said = self.exchange(torch.tensor([send.numel(), inbox_bytes, *starts])).tolist()
+        most, most_in = (max(offer[i] for offer in said) for i in (0, 1))
         if most == 0:
             return
-        outbox = self._outbox_for(most)
+        outbox = self._outbox_for(most + most_in)
         outbox.buffer[: send.numel()].copy_(send.view(-1))
+        inbox = outbox.buffer[most:]
         self._meet()
-        stream = torch.cuda.current_stream(self.device)
-        row_bytes = send.shape[1]
         for rank, part in enumerate(torch.split(recv, recv_rows)):
-            if len(part):
-                begin = outbox.addresses[rank] + said[rank][1 + self.rank] * row_bytes
-                (status,) = driver.cuMemcpyDtoDAsync(
-                    part.data_ptr(), begin, part.numel(), stream.cuda_stream
-                )
-                assert status == driver.CUresult.CUDA_SUCCESS
+            if not len(part):
+                continue
+            flat = part.view(-1)
+            to = inbox[: flat.numel()] if is_distant[rank] else flat
+            self.runtime.read(to, outbox, said[rank][2 + self.rank] * row_bytes, rank)
+            if is_distant[rank]:
+                flat.copy_(to)
         self._meet()
 
     def _meet(self) -> None:

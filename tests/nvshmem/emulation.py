@@ -21,7 +21,8 @@ import torch
 from crossdock.dispatch.nvshmem import eager as eager_module
 from crossdock.dispatch.nvshmem import launch as launch_module
 from crossdock.dispatch.nvshmem import mover as mover_module
-from crossdock.dispatch.nvshmem.runtime import Symmetric
+from crossdock.dispatch.nvshmem import puts as puts_module
+from crossdock.dispatch.nvshmem.runtime import Symmetric, pretended_reach
 from crossdock.dispatch.transports import nvshmem as transport_module
 from crossdock.dispatch.transports.base import Transport
 from crossdock.scratch.jit import toolkit_include_dirs
@@ -44,10 +45,11 @@ PTX = {
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let ``NvshmemTransport(host, cpu)`` work in this process."""
 
-    def load(path, name, num_words, *, device, defines, shared_bytes=0):
-        return _Kernel(folder, path, name, tuple(sorted(defines.items())))
+    def load(path, name, num_words, *, device, defines, shared_bytes=0, runtime=None):
+        return _Kernel(folder, path, name, tuple(sorted(defines.items())), runtime)
 
     monkeypatch.setattr(launch_module, "Launch", load)
+    monkeypatch.setattr(puts_module, "Launch", load)
     for module in (eager_module, mover_module):
         monkeypatch.setattr(module, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
     monkeypatch.setattr(transport_module, "raw_stream", lambda _: 0)
@@ -88,6 +90,8 @@ class _Runtime:
         self, host: Transport, device: torch.device, symmetric_heap: int | None = None
     ) -> None:
         self._host = host
+        self._spans: dict[int, list[int]] = {}
+        self.reach = pretended_reach(host.world_size)
 
     def require_room(self, num_bytes: int) -> None:
         pass
@@ -96,32 +100,45 @@ class _Runtime:
         memory = torch.full((num_bytes + 256,), 0xAA, dtype=torch.uint8)
         start = -memory.data_ptr() % 256
         buffer = memory[start : start + num_bytes]
-        addresses = self._host.exchange(torch.tensor([buffer.data_ptr()])).flatten().tolist()
-        return Symmetric(buffer, addresses)
+        copies = self._host.exchange(torch.tensor([buffer.data_ptr()])).flatten()
+        self._spans[buffer.data_ptr()] = [num_bytes, *copies.tolist()]
+        return Symmetric(buffer, (copies * self.reach[self._host.rank]).tolist())
 
     def free(self, memory: Symmetric) -> None:
         memory.buffer.fill_(0xBB)
+        del self._spans[memory.buffer.data_ptr()]
         self._host.exchange(torch.zeros(1, dtype=torch.int64))
 
     def stop(self) -> None:
         pass
 
+    def let_put(self, library: ctypes.CDLL) -> None:
+        """Tell a kernel's stand-in for NVSHMEM where this rank's memory is, and the others'."""
+        words = [word for own, span in self._spans.items() for word in (own, *span)]
+        self._words = (ctypes.c_longlong * len(words))(*words)  # the library keeps a pointer
+        library.set_spans(self._words, len(self._spans), self._host.world_size)
+
 
 class _Kernel:
     """Built at its first launch: most of what a dispatcher loads is not used by a test."""
 
-    def __init__(self, folder: Path, path: Path, name: str, defines: tuple) -> None:
-        self._source, self._name = (folder, path, defines), name
+    def __init__(
+        self, folder: Path, path: Path, name: str, defines: tuple, runtime: _Runtime | None
+    ) -> None:
+        self._source, self._name = (folder, path, defines, runtime is not None), name
+        self._runtime = runtime
 
     def __call__(self, grid: int, block: int, *words: int) -> None:
         with _building:  # ranks are threads
             library = _build(*self._source)
+        if self._runtime is not None:
+            self._runtime.let_put(library)
         packed = (ctypes.c_longlong * 12)(*words)
         library.launch(getattr(library, self._name), grid, block, packed)
 
 
 @cache
-def _build(folder: Path, path: Path, defines: tuple) -> ctypes.CDLL:
+def _build(folder: Path, path: Path, defines: tuple, puts: bool) -> ctypes.CDLL:
     text = _inline(path)
     for pattern, plain in PTX.items():
         text = re.sub(rf'asm(?: volatile)?\("[^"]*{pattern}[^;]*;"[^;]*;', plain, text)
@@ -129,7 +146,8 @@ def _build(folder: Path, path: Path, defines: tuple) -> ctypes.CDLL:
     assert "asm" not in text
     stem = "-".join([path.stem, *(re.sub(r"\W", "", str(value)) for _, value in defines)])
     source, library = folder / f"{stem}.cpp", folder / f"{stem}.so"
-    source.write_text(f'#include "{HERE / "cuda_on_cpu.h"}"\n{text}')
+    headers = ["cuda_on_cpu.h", *(["nvshmem_on_cpu.h"] if puts else [])]
+    source.write_text("".join(f'#include "{HERE / name}"\n' for name in headers) + text)
     command = ["g++", "-std=c++17", "-O2", "-ffp-contract=off", "-w"]
     command += ["-shared", "-fPIC", "-fno-gnu-unique"]
     command += [f"-D{name}={value}" for name, value in defines]

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from crossdock.dispatch import Dispatcher, connect
+from crossdock.dispatch.buckets import next_power_of_two
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.wire import quantize
 from crossdock.scratch.errors import (
@@ -277,6 +278,32 @@ def a_step_too_large_for_a_lock_is_refused_everywhere(transport: Transport) -> N
         dispatcher.unlock()
         for step in (1, 0):
             check_step(case, step, transport.rank, one_step(dispatcher, transport, case, step))
+
+
+def an_outbox_too_small_is_refused_everywhere(transport: Transport) -> None:
+    """A rank that receives little may still have more to put than a bucket holds."""
+    ranks, rank = transport.world_size, transport.rank
+    num_distant = int((~transport.runtime.reach[0]).sum())
+    if num_distant < 2:
+        return
+    capacity = next_power_of_two(10 * ranks)
+    many = capacity // num_distant + 1
+    tokens = [(10,) * ranks, (many, *[0] * (ranks - 1))]
+    case = simple_case(tokens, hidden=64, algorithm="allgather", debug=False)
+    with case.dispatcher(transport) as dispatcher:
+        one_step(dispatcher, transport, case, 0)
+        dispatcher.lock()
+        with pytest.raises(LockedError, match=rf"rank 0 would put {many * num_distant} rows"):
+            one_step(dispatcher, transport, case, 1)
+        graph = Graph(dispatcher, case, tokens[1][rank])
+        graph.fill(case.batch(1, rank))
+        graph.replay()
+        assert graph.out.isnan().all()
+        with pytest.raises(CapacityError, match=f"rank 0.*put {many * num_distant} rows"):
+            dispatcher.check()
+        dispatcher.unlock()
+        for step in (1, 0):
+            check_step(case, step, rank, one_step(dispatcher, transport, case, step))
 
 
 def two_dispatchers_and_two_slots_interleave(transport: Transport) -> None:
@@ -608,6 +635,7 @@ CHECKS = [
     a_rank_that_ends_is_named_by_those_that_dispatch,
     growth_that_fails_on_one_rank_leaves_all_as_they_were,
     a_step_too_large_for_a_lock_is_refused_everywhere,
+    an_outbox_too_small_is_refused_everywhere,
     two_dispatchers_and_two_slots_interleave,
     ranks_with_different_slots_free_hear_of_it,
     few_sms_and_other_streams_will_do,
