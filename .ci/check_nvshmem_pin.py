@@ -1,4 +1,4 @@
-"""Check that the cu12 and cu13 extras fit the NVSHMEM that torch itself pins.
+"""Check that the cu12, cu13 and nvrtc extras fit the NVSHMEM that torch itself pins.
 
 pip's resolver is asked, without installing anything. For the CUDA that PyPI's torch is built for,
 the extra and torch must resolve together, to one NVSHMEM. For the other CUDA the extra must resolve
@@ -31,15 +31,18 @@ def resolve(*requirements: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Resolve both extras at the newest torch that the project and this pip allow."""
+    """Resolve the extras at the newest torch that the project and this pip allow."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     torch = next(r for r in project["dependencies"] if r.startswith("torch"))
     pinned = {n: v for n, v in resolve(torch).items() if NVSHMEM.fullmatch(n)}
     if not pinned:
         sys.exit(f"{torch} resolves to a build without NVSHMEM here: nothing to compare with")
     ((own, version),) = pinned.items()
-    for extra in ("cu12", "cu13"):
-        name = f"nvidia-nvshmem-{extra}"
+    for extra, name in (
+        ("cu12", "nvidia-nvshmem-cu12"),
+        ("cu13", "nvidia-nvshmem-cu13"),
+        ("nvrtc", "nvidia-nvshmem-cu13"),
+    ):
         beside = [torch] if name == own else []
         resolved = resolve(*beside, *project["optional-dependencies"][extra])
         if resolved[name] != version:

@@ -64,7 +64,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         "device": lambda _: nullcontext(),
         "Event": lambda: event,
         "is_current_stream_capturing": lambda: getattr(_thread, "captures", False),
-        "current_stream": lambda *_: None,
+        "current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
 
@@ -111,6 +111,13 @@ class _Runtime:
 
     def stop(self) -> None:
         pass
+
+    def read(self, to: torch.Tensor, memory: Symmetric, begin: int, rank: int) -> None:
+        if not memory.addresses[rank]:
+            spans = ((own, own + span[0]) for own, span in self._spans.items())
+            assert any(begin <= to.data_ptr() < end for begin, end in spans)
+        copies = self._spans[memory.buffer.data_ptr()][1:]
+        ctypes.memmove(to.data_ptr(), copies[rank] + begin, to.numel())
 
     def let_put(self, library: ctypes.CDLL) -> None:
         """Tell a kernel's stand-in for NVSHMEM where this rank's memory is, and the others'."""

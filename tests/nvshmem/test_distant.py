@@ -26,6 +26,7 @@ def slow(*values):
         checks.any_y_and_out_will_do,
         checks.an_outbox_too_small_is_refused_everywhere,
         checks.bad_input_on_one_rank_is_everybody_s_error,
+        checks.blocks_of_rows_travel_too,
         checks.eager_dispatches_need_no_exchange_between_hosts,
         checks.ranks_in_different_calls_all_hear_of_it_and_go_on,
         checks.two_dispatchers_and_two_slots_interleave,

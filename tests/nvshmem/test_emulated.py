@@ -49,6 +49,7 @@ def few_shapes_are_exact(transport: Transport) -> None:
         checks.a_handle_s_way_is_taken_again,
         checks.any_y_and_out_will_do,
         checks.bad_input_on_one_rank_is_everybody_s_error,
+        checks.blocks_of_rows_travel_too,
         checks.eager_dispatches_need_no_exchange_between_hosts,
         checks.ranks_in_different_calls_all_hear_of_it_and_go_on,
         checks.a_rank_that_ends_is_named_by_those_that_dispatch,

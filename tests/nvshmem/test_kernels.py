@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from crossdock.dispatch.nvshmem.launch import SOURCES, variants
+from crossdock.dispatch.nvshmem.device import compile_with_nvshmem
+from crossdock.dispatch.nvshmem.launch import PUTS, SOURCES, variants
+from crossdock.scratch.errors import TransportUnavailable
 from crossdock.scratch.jit import JitMissingError, compile_cuda, nvrtc_version
 
+ARCHS = ["sm_80", "sm_90", "sm_100"]
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("source", "defines"), variants(), ids=lambda value: str(value).replace(" ", "")
 )
@@ -20,3 +24,14 @@ def test_every_variant_compiles(source, defines, arch):
     if defines.get("FP8") and arch == "sm_80":
         pytest.skip("e4m3 conversion in hardware begins with sm_89")
     assert compile_cuda(SOURCES / source, arch=arch, defines=defines)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_calls_nvshmem_compiles_and_links(arch):
+    try:
+        cubin = compile_with_nvshmem(PUTS, arch=arch)
+    except (JitMissingError, TransportUnavailable) as error:
+        pytest.skip(str(error))
+    assert cubin[:4] == b"\x7fELF"
+    # What NVSHMEM looks for when it initialises the module: its library was linked in.
+    assert b"nvshmemi_device_state_d" in cubin

@@ -45,6 +45,15 @@ def test_every_check_holds_on_the_rig(world_size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("world_size", "puts"), [(2, "all"), (4, "2"), (4, "all")])
+def test_every_check_holds_between_distant_ranks(world_size, puts):
+    with mps() as variables:
+        command = ["-m", "tests.nvshmem.ranks"]
+        variables |= {"CROSSDOCK_NVSHMEM_PUTS": puts, "RIG_HANG_S": "110"}
+        assert run_on_rig(world_size, command, timeout_s=120, environment=variables) == 0
+
+
+@pytest.mark.gpu
 def test_a_rank_that_misses_an_eager_step_is_named_on_the_rig():
     with mps() as variables:
         command = ["-m", "tests.nvshmem.ranks", "a_rank_that_misses_an_eager_step_is_named"]
