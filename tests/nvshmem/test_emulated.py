@@ -26,7 +26,9 @@ def folder(tmp_path_factory):
         pytest.skip(str(error))
     if shutil.which("g++") is None:
         pytest.skip("no g++")
-    return tmp_path_factory.mktemp("kernels")
+    shared = tmp_path_factory.getbasetemp() / "kernels"  # by all modules: each is compiled once
+    shared.mkdir(exist_ok=True)
+    return shared
 
 
 def few_shapes_are_exact(transport: Transport) -> None:
