@@ -47,7 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if "slow" not in item.keywords]
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        for name, wanted in {"gpu": 1, "gpu_2": 2, "gpu_4": 4, "gpu_8": 8}.items():
+            if name in item.keywords and present < wanted:
+                gpus = "a CUDA GPU" if wanted == 1 else f"{wanted} CUDA GPUs"
+                item.add_marker(pytest.mark.skip(reason=f"needs {gpus}"))

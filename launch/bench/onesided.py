@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,18 @@ from crossdock.dispatch.nvshmem.launch import SOURCES, Shape
 from crossdock.dispatch.nvshmem.layout import BY_ROUTE
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.transports.base import Transport
+from crossdock.launch.bench.inputs import HIDDEN, NUM_EXPERTS, TOP_K, sums_of_unchanged_rows
+from crossdock.launch.bench.inputs import traced_tokens as _traced
+from crossdock.launch.bench.inputs import uniform_tokens as _uniform
+from crossdock.launch.bench.tokens import Tokens as _Inputs
 from crossdock.scratch.kernels import load_kernel
 
-__all__ = ["bench_onesided"]
+__all__ = ["bench_onesided", "measure_replays"]
 
 logger = logging.getLogger(__name__)
 
 ROUNDS = 30
 WARM_UP = 5
-HIDDEN, NUM_EXPERTS, TOP_K = 7168, 256, 8
 CEILING_SHAPES = tuple(
     Shape(units, threads, blocks, stages=2)  # they have no stages
     for units, threads, blocks in ((2, 256, 4), (4, 256, 4), (4, 512, 2), (7, 256, 2))
@@ -57,13 +59,6 @@ DEFINITIONS = {
     "the poll for the records that a kernel writes; the rest (host). No records travel between "
     "hosts. Beside it a combine, and of it the exchange of records between hosts",
 }
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Inputs:
-    x: Tensor
-    topk_idx: Tensor
-    topk_weights: Tensor
 
 
 def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, Any]:
@@ -119,31 +114,6 @@ def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, A
     }
 
 
-def _uniform(transport: Transport, tokens: int, num_experts: int) -> _Inputs:
-    generator = torch.Generator(transport.device).manual_seed(transport.rank)
-    scores = torch.rand(tokens, num_experts, generator=generator, device=transport.device)
-    return _with_ids(transport, scores.argsort(1)[:, :TOP_K].contiguous())
-
-
-def _traced(transport: Transport, tokens: int, name: str) -> _Inputs:
-    from safetensors.torch import load_file
-
-    folder = Path(os.environ.get("CROSSDOCK_TRACES", "configs/traces"))
-    ids = load_file(folder / f"routing-{name}-k8.safetensors")["topk_idx"][0].long()
-    start = transport.rank * tokens % len(ids)
-    mine = torch.roll(ids, -start, 0)[:tokens]
-    return _with_ids(transport, mine.to(transport.device))
-
-
-def _with_ids(transport: Transport, ids: Tensor) -> _Inputs:
-    device = transport.device
-    return _Inputs(
-        x=torch.randn(len(ids), HIDDEN, device=device).bfloat16(),
-        topk_idx=ids,
-        topk_weights=torch.rand(len(ids), TOP_K, device=device),
-    )
-
-
 def _measure_case(
     transport: Transport, inputs: _Inputs, num_experts: int, wire: str, rounds: int
 ) -> dict[str, Any]:
@@ -170,7 +140,7 @@ def _measure_case(
             **ceilings.out,
             **ceilings.back,
         }
-        times = _measure(transport, candidates, rounds)
+        times = measure_replays(transport, candidates, rounds)
         for call, graphs_of in (("dispatch", ceilings.out), ("combine", ceilings.back)):
             times[f"{call} ceiling"] = min(times[name] for name in graphs_of)
         times |= _measure_parts(transport, mover, inputs, rounds)
@@ -224,12 +194,7 @@ class _Graphs:
         self.dispatch.replay()
         self.rows.y.copy_(self.rows.x)
         self.combine.replay()
-        owner = self._dispatcher.placement.owner.to(self.out.device)[self._inputs.topk_idx]
-        times = sum(
-            (owner == rank).any(1).float() for rank in range(self._dispatcher.placement.ep_size)
-        )
-        assert isinstance(times, Tensor)
-        expected = (self._inputs.x.float() * times[:, None]).bfloat16()
+        expected = sums_of_unchanged_rows(self._inputs, self._dispatcher.placement)
         assert torch.equal(self.out, expected), "sums are wrong"
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> tuple[ReceivedRows, Handle]:
@@ -291,9 +256,14 @@ def _graph_of(*calls: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _measure(
+def measure_replays(
     transport: Transport, candidates: dict[str, Callable[[], None]], rounds: int
 ) -> dict[str, float]:
+    """Time what is launched on the current stream, in turns, all ranks starting together.
+
+    Returns:
+        By name, us of the slowest rank, median of the rounds.
+    """
     samples = torch.zeros(len(candidates), rounds, dtype=torch.int64)
     begin, end = _event(), _event()
     for round_ in range(-WARM_UP, rounds):

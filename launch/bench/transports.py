@@ -17,7 +17,7 @@ from crossdock.launch.bench.tokens import Tokens, tokens_of
 from crossdock.launch.config import Job
 from crossdock.launch.report import versions
 
-__all__ = ["bench_transports"]
+__all__ = ["bench_transports", "halves"]
 
 _DEFINITIONS = {
     "NAME dispatch": "Dispatcher.dispatch over the transport, call to return",
@@ -54,7 +54,7 @@ def bench_transports(
                 )
             )
             check_against_oracle(job, transport, dispatcher, tokens)
-            dispatch, combine = _halves(dispatcher, tokens[transport.rank])
+            dispatch, combine = halves(dispatcher, tokens[transport.rank])
             candidates[f"{transport.name} dispatch"] = dispatch
             candidates[f"{transport.name} combine"] = combine
         mine = tokens[first.rank]
@@ -91,7 +91,8 @@ def bench_transports(
     }
 
 
-def _halves(dispatcher: Dispatcher, mine: Tokens) -> tuple[Callable[[], None], Callable[[], None]]:
+def halves(dispatcher: Dispatcher, mine: Tokens) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A dispatch of these tokens, and the combine of the last one."""
     held: list[tuple[ReceivedRows, Handle]] = []
 
     def dispatch() -> None:

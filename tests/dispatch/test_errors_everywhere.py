@@ -15,6 +15,7 @@ from crossdock.dispatch import DispatchConfig, Dispatcher, ExpertPlacement, Topo
 from crossdock.dispatch.transports.base import Transport
 from tests.dispatch.cases import (
     Attempt,
+    Case,
     attempt,
     data_parallel,
     fill_results,
@@ -158,8 +159,9 @@ def good_bad_good(
     mistake: Callable[[Inputs], None],
     offenders: tuple[int, ...],
     algorithm: str,
+    base: Case = CASE,
 ) -> tuple[Attempt, Any]:
-    case = replace(CASE, config=replace(CASE.config, algorithm=algorithm))
+    case = replace(base, config=replace(base.config, algorithm=algorithm))
     with case.dispatcher(transport) as dispatcher:
         one_step(dispatcher, transport, case, 0)
         inputs = Inputs(*case.batch(1, transport.rank).to(transport.device))

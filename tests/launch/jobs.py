@@ -80,6 +80,7 @@ def start(launcher: str, num_ranks: int, arguments: Sequence[str]) -> Iterator[R
     program = [sys.executable, "-m", "crossdock.launch"]
     if launcher == "torchrun":
         program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        program += ["--local-addr", "127.0.0.1"]  # a host may not know its own name
         program += ["--nproc-per-node", str(num_ranks), "-m", "crossdock.launch"]
     if launcher == "mpirun":
         program = [*_mpirun(num_ranks), *program]

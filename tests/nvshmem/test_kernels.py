@@ -6,6 +6,7 @@ import pytest
 
 from crossdock.dispatch.nvshmem.device import compile_with_nvshmem
 from crossdock.dispatch.nvshmem.launch import PUTS, SOURCES, variants
+from crossdock.launch.bench.peers import PEER_SHAPES
 from crossdock.scratch.errors import TransportUnavailable
 from crossdock.scratch.jit import JitMissingError, compile_cuda, nvrtc_version
 
@@ -14,7 +15,9 @@ ARCHS = ["sm_80", "sm_90", "sm_100"]
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("source", "defines"), variants(), ids=lambda value: str(value).replace(" ", "")
+    ("source", "defines"),
+    [*variants(), ("peers.cu", dict(PEER_SHAPES[0]))],
+    ids=lambda value: str(value).replace(" ", ""),
 )
 def test_every_variant_compiles(source, defines, arch):
     try:

@@ -1,0 +1,32 @@
+"""``python -m tests.nvshmem.compile_all``: ranks shall find every kernel compiled for this GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+from crossdock.dispatch.nvshmem.launch import SOURCES, variants
+from crossdock.launch.bench.onesided import CEILING_SHAPES
+from crossdock.launch.bench.peers import PEER_SHAPES
+from crossdock.scratch.jit import compile_cuda
+
+
+def main() -> None:
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    sources = [
+        *variants(),
+        *(("ceiling.cu", shape.macros()) for shape in CEILING_SHAPES),
+        *(("peers.cu", dict(shape)) for shape in PEER_SHAPES),
+    ]
+    with ProcessPoolExecutor(16) as pool:
+        jobs = [
+            pool.submit(compile_cuda, SOURCES / name, arch=arch, defines=defines)
+            for name, defines in sources
+        ]
+        for job in jobs:
+            job.result()
+
+
+if __name__ == "__main__":
+    main()
