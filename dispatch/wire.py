@@ -48,7 +48,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.nn.functional.pad(x.float(), (0, blocks * FP8_BLOCK - hidden))
     wide = wide.view(tokens, blocks, FP8_BLOCK)
     amax = wide.abs().amax(-1)
-    scale = torch.where(amax == 0, 1.0, amax / FP8_MAX)
+    # By a tensor: torch on CUDA divides by a number by multiplying by its reciprocal, rounded.
+    scale = torch.where(amax == 0, 1.0, amax / torch.full_like(amax, FP8_MAX))
     # A block of the smallest fp32 numbers has no representable amax / 448.
     scale = scale.clamp_min_(torch.finfo(torch.float32).tiny)
     payload = (wide / scale[..., None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)

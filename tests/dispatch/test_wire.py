@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.wire import quantize
 from tests.dispatch.cases import Case, Step, all_steps, copy_rows, simple_case
 from tests.dispatch.oracle import assert_same_bits, check_quantised
 
@@ -87,6 +88,13 @@ def test_both_algorithms_send_the_same_fp8_bytes(local):
         seen.append(local(2, all_steps, case)[0][0])
     assert_same_bits(seen[0].x, seen[1].x)
     assert_same_bits(seen[0].scale, seen[1].scale)
+
+
+@pytest.mark.gpu
+def test_a_gpu_quantises_to_the_same_bits():
+    x = torch.randn(4096, 1000, generator=torch.Generator().manual_seed(6)).bfloat16()
+    for seen, expected in zip(quantize(x.cuda()), quantize(x), strict=True):
+        assert_same_bits(seen.cpu(), expected)
 
 
 def strides(transport: Transport, case: Case) -> list[tuple[tuple[int, ...], int]]:
