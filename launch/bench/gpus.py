@@ -31,11 +31,11 @@ from crossdock.launch.bench.inputs import (
     NUM_EXPERTS,
     TOP_K,
     sums_of_unchanged_rows,
-    traced_tokens,
-    uniform_tokens,
+    traced_inputs,
+    uniform_inputs,
 )
 from crossdock.launch.bench.naive import NaiveDispatch
-from crossdock.launch.bench.onesided import measure_replays
+from crossdock.launch.bench.onesided import measure_graphs
 from crossdock.launch.bench.peers import NVLINK_GB_S, NVLINK_SOURCE, PEER_SHAPES, PeerCopy
 from crossdock.launch.bench.timing import measure
 from crossdock.launch.bench.tokens import Tokens
@@ -102,8 +102,8 @@ class Case:
     def inputs(self, transport: Transport) -> Tokens:
         """This rank's tokens."""
         if self.routing == "uniform":
-            return uniform_tokens(transport, self.tokens, self.num_experts)
-        return traced_tokens(transport, self.tokens, self.routing)
+            return uniform_inputs(transport, self.tokens, self.num_experts)
+        return traced_inputs(transport, self.tokens, self.routing)
 
 
 def plan_cases(tokens: tuple[int, ...], num_sms: tuple[int, ...]) -> list[Case]:
@@ -312,7 +312,7 @@ def _measure_captured(
         copy.forget()
         run()
         copy.verify()
-    times = measure_replays(
+    times = measure_graphs(
         dispatcher.transport,
         {
             f"captured {name} dispatch": graphs.dispatch,

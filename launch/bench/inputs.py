@@ -18,21 +18,21 @@ __all__ = [
     "NUM_EXPERTS",
     "TOP_K",
     "sums_of_unchanged_rows",
-    "traced_tokens",
-    "uniform_tokens",
+    "traced_inputs",
+    "uniform_inputs",
 ]
 
 HIDDEN, NUM_EXPERTS, TOP_K = 7168, 256, 8
 
 
-def uniform_tokens(transport: Transport, tokens: int, num_experts: int) -> Tokens:
+def uniform_inputs(transport: Transport, tokens: int, num_experts: int) -> Tokens:
     """Tokens of this rank whose experts are all equally likely."""
     generator = torch.Generator(transport.device).manual_seed(transport.rank)
     scores = torch.rand(tokens, num_experts, generator=generator, device=transport.device)
     return _with_ids(transport, scores.argsort(1)[:, :TOP_K].contiguous())
 
 
-def traced_tokens(transport: Transport, tokens: int, name: str) -> Tokens:
+def traced_inputs(transport: Transport, tokens: int, name: str) -> Tokens:
     """This rank's of the recorded tokens of ``routing-NAME-k8``: ``"e64"`` or ``"e256"``."""
     from safetensors.torch import load_file
 

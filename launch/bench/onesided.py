@@ -26,13 +26,18 @@ from crossdock.dispatch.nvshmem.launch import SOURCES, Shape
 from crossdock.dispatch.nvshmem.layout import BY_ROUTE
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.transports.base import Transport
-from crossdock.launch.bench.inputs import HIDDEN, NUM_EXPERTS, TOP_K, sums_of_unchanged_rows
-from crossdock.launch.bench.inputs import traced_tokens as _traced
-from crossdock.launch.bench.inputs import uniform_tokens as _uniform
-from crossdock.launch.bench.tokens import Tokens as _Inputs
+from crossdock.launch.bench.inputs import (
+    HIDDEN,
+    NUM_EXPERTS,
+    TOP_K,
+    sums_of_unchanged_rows,
+    traced_inputs,
+    uniform_inputs,
+)
+from crossdock.launch.bench.tokens import Tokens
 from crossdock.scratch.kernels import load_kernel
 
-__all__ = ["bench_onesided", "measure_replays"]
+__all__ = ["bench_onesided", "measure_graphs"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +81,23 @@ def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, A
     """
     uniform = {
         f"{wire}, {tokens} tokens": _measure_case(
-            transport, _uniform(transport, tokens, NUM_EXPERTS), NUM_EXPERTS, wire, rounds
+            transport, uniform_inputs(transport, tokens, NUM_EXPERTS), NUM_EXPERTS, wire, rounds
         )
         for wire, tokens in (("payload", 4096), ("fp8", 4096), ("payload", 128), ("fp8", 128))
     }
     curve = {
         str(tokens): _measure_case(
-            transport, _uniform(transport, tokens, NUM_EXPERTS), NUM_EXPERTS, "payload", rounds // 2
+            transport,
+            uniform_inputs(transport, tokens, NUM_EXPERTS),
+            NUM_EXPERTS,
+            "payload",
+            rounds // 2,
         )
         for tokens in (32, 256, 512, 1024, 2048, 8192)
     }
     traces = {
         f"{name}, {wire}": _measure_case(
-            transport, _traced(transport, 4096, name), int(name[1:]), wire, rounds
+            transport, traced_inputs(transport, 4096, name), int(name[1:]), wire, rounds
         )
         for name in ("e64", "e256")
         for wire in ("payload", "fp8")
@@ -115,7 +124,7 @@ def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, A
 
 
 def _measure_case(
-    transport: Transport, inputs: _Inputs, num_experts: int, wire: str, rounds: int
+    transport: Transport, inputs: Tokens, num_experts: int, wire: str, rounds: int
 ) -> dict[str, Any]:
     config = DispatchConfig(num_experts=num_experts, top_k=TOP_K, hidden=HIDDEN, wire=wire)  # type: ignore[arg-type]
     with Dispatcher(config, transport) as dispatcher:
@@ -140,7 +149,7 @@ def _measure_case(
             **ceilings.out,
             **ceilings.back,
         }
-        times = measure_replays(transport, candidates, rounds)
+        times = measure_graphs(transport, candidates, rounds)
         for call, graphs_of in (("dispatch", ceilings.out), ("combine", ceilings.back)):
             times[f"{call} ceiling"] = min(times[name] for name in graphs_of)
         times |= _measure_parts(transport, mover, inputs, rounds)
@@ -172,7 +181,7 @@ def _measure_case(
 class _Graphs:
     """Dispatch and combine, each on its own, and once more with results in another tensor."""
 
-    def __init__(self, dispatcher: Dispatcher, inputs: _Inputs) -> None:
+    def __init__(self, dispatcher: Dispatcher, inputs: Tokens) -> None:
         self._dispatcher, self._inputs = dispatcher, inputs
         self.dispatch, self.combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.foreign_dispatch = torch.cuda.CUDAGraph()
@@ -207,7 +216,7 @@ class _Ceilings:
     """Graphs that move as many bytes and do nothing else, between flag barriers."""
 
     def __init__(
-        self, mover: NvshmemMover, dispatcher: Dispatcher, inputs: _Inputs, copies: int
+        self, mover: NvshmemMover, dispatcher: Dispatcher, inputs: Tokens, copies: int
     ) -> None:
         device, kernels = inputs.x.device, mover._kernels
         tokens, itemsize = len(inputs.x), 1 if dispatcher.wire.fp8 else 2
@@ -256,7 +265,7 @@ def _graph_of(*calls: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure_replays(
+def measure_graphs(
     transport: Transport, candidates: dict[str, Callable[[], None]], rounds: int
 ) -> dict[str, float]:
     """Time what is launched on the current stream, in turns, all ranks starting together.
@@ -279,7 +288,7 @@ def measure_replays(
 
 
 def _measure_parts(
-    transport: Transport, mover: NvshmemMover, inputs: _Inputs, rounds: int
+    transport: Transport, mover: NvshmemMover, inputs: Tokens, rounds: int
 ) -> dict[str, float]:
     """The dispatch's kernels one by one."""
     names = ["route", "rows", "arrive"]
@@ -315,7 +324,7 @@ def _measure_eager(transport: Transport) -> dict[str, float]:
     kernel writes; the rest of the call is the host's own time (``host``). A combine waits for
     records of the other hosts, and not for the device.
     """
-    inputs = _uniform(transport, 128, NUM_EXPERTS)
+    inputs = uniform_inputs(transport, 128, NUM_EXPERTS)
     config = DispatchConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN)
     names = ["call", "of it waiting for the device", "host", "combine", "of it exchanging records"]
     samples = torch.zeros(len(names), 50, dtype=torch.int64)

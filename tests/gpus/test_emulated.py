@@ -51,7 +51,7 @@ def test_captured_recorded_routing(seed):
 def test_the_benchmark_measures_what_it_says(monkeypatch):
     """All of it but graphs, events and the driver's copies."""
     monkeypatch.setattr(bench, "_record", record_by_repeating)
-    monkeypatch.setattr(bench, "measure_replays", replay_in_turns)
+    monkeypatch.setattr(bench, "measure_graphs", replay_in_turns)
     monkeypatch.setattr(PeerCopy, "by_engines", lambda copy: copy.by_kernel(0))
     monkeypatch.setattr(bench, "HIDDEN", 64)
     monkeypatch.setattr("crossdock.launch.bench.inputs.HIDDEN", 64)
