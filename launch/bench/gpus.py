@@ -361,7 +361,8 @@ class _Graphs:
 def _record(step: Callable[[], None]) -> Callable[[], None]:
     """Capture a step; what replays it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # NCCL's watchdog goes on with calls of its own, in another thread.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
 
