@@ -31,7 +31,7 @@ def _emulated(monkeypatch, folder):  # noqa: F811
     monkeypatch.setattr(nvshmem_checks, "record", record_by_repeating)
 
 
-def on_emulated_gpus(check: Callable[[Transport], None]) -> None:
+def on_emulated_gpus(check: Callable[[Transport], object]) -> None:
     run_local(RANKS, lambda host: check(NvshmemTransport(host, CPU)))
 
 
@@ -46,6 +46,12 @@ def test_captured_recorded_routing(seed):
     plain = simple_case([(20,) * RANKS] * 2, num_experts=64, top_k=8, debug=False, seed=seed)
     case = TracedCase(**vars(plain), trace="e64")
     on_emulated_gpus(lambda transport: checks.captured_steps_are_right(transport, case))
+
+
+@pytest.mark.slow
+def test_steps_of_random_sizes(seed):
+    case = simple_case([(30,) * RANKS], num_experts=16, hidden=64, timeout_s=60.0, seed=seed)
+    on_emulated_gpus(lambda transport: checks.steps_of_random_sizes(transport, case, 25))
 
 
 def test_the_benchmark_measures_what_it_says(monkeypatch):

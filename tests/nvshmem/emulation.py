@@ -33,7 +33,8 @@ HERE = Path(__file__).parent
 _building = threading.Lock()
 _thread = threading.local()
 PTX = {
-    r"ld\.acquire": "sched_yield(); value = __atomic_load_n(at, __ATOMIC_ACQUIRE);",
+    # A thread that waits lets the others of its block go on, as on a GPU: one may owe a signal.
+    r"ld\.acquire": "sched_yield(); yield(); value = __atomic_load_n(at, __ATOMIC_ACQUIRE);",
     r"st\.release": "__atomic_store_n(at, value, __ATOMIC_RELEASE);",
     r"globaltimer": "now = std::chrono::steady_clock::now().time_since_epoch().count();",
     r"rcp\.approx": "guess = 1 / x;",
