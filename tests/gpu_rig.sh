@@ -9,6 +9,12 @@ python3 -m tests.nvshmem.compile_all
 status=0
 RIG_HANG_S=110 $rig 1+2+4 120 -m tests.nvshmem.ranks > "$out/rig.log" 2>&1 || status=$?
 tail -n 70 "$out/rig.log"
+# As if ranks had no address for each other's memory: all of them, and those of two nodes.
+for puts in all 2; do
+  CROSSDOCK_NVSHMEM_PUTS=$puts RIG_HANG_S=110 $rig 4 120 -m tests.nvshmem.ranks \
+    > "$out/rig-puts-$puts.log" 2>&1 || status=$?
+  tail -n 30 "$out/rig-puts-$puts.log"
+done
 $rig 4 120 -m crossdock.launch.bench.onesided "$out/onesided-4.json" > "$out/bench-4.log" 2>&1 || status=$?
 tail -n 40 "$out/bench-4.log"
 exit $status

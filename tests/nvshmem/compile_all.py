@@ -6,7 +6,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from crossdock.dispatch.nvshmem.launch import SOURCES, variants
+from crossdock.dispatch.nvshmem.device import compile_with_nvshmem
+from crossdock.dispatch.nvshmem.launch import PUTS, SOURCES, variants
 from crossdock.launch.bench.onesided import CEILING_SHAPES
 from crossdock.launch.bench.peers import PEER_SHAPES
 from crossdock.scratch.jit import compile_cuda
@@ -24,6 +25,7 @@ def main() -> None:
             pool.submit(compile_cuda, SOURCES / name, arch=arch, defines=defines)
             for name, defines in sources
         ]
+        jobs.append(pool.submit(compile_with_nvshmem, PUTS, arch=arch))
         for job in jobs:
             job.result()
 

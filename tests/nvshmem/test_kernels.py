@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from crossdock.dispatch.nvshmem import device
 from crossdock.dispatch.nvshmem.device import compile_with_nvshmem
 from crossdock.dispatch.nvshmem.launch import PUTS, SOURCES, variants
 from crossdock.launch.bench.peers import PEER_SHAPES
@@ -38,3 +39,9 @@ def test_what_calls_nvshmem_compiles_and_links(arch):
     assert cubin[:4] == b"\x7fELF"
     # What NVSHMEM looks for when it initialises the module: its library was linked in.
     assert b"nvshmemi_device_state_d" in cubin
+
+
+def test_without_its_device_library_nvshmem_is_asked_for(monkeypatch):
+    monkeypatch.setattr(device, "_places", list)
+    with pytest.raises(TransportUnavailable, match="pip install nvidia-nvshmem"):
+        compile_with_nvshmem(PUTS, arch="sm_90")
