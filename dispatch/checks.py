@@ -174,8 +174,13 @@ def find_misfit(
             f"hidden = {config.hidden}: {transport.name} moves rows of a multiple of "
             f"{transport.hidden_multiple} elements; nccl moves any"
         )
-    elif config.layout == "expert":
-        text = f"layout = 'expert' is not built over {transport.name}: use layout = 'row'"
+    elif config.layout not in transport.layouts:
+        text = (
+            f"layout = 'expert' is not built over {transport.name} here: it takes nvshmem among "
+            "ranks that have addresses for each other's memory; use layout = 'row'"
+        )
+    elif config.layout == "expert" and config.algorithm == "allgather":
+        text = "layout = 'expert' sends tokens to their experts only: use algorithm = 'alltoall'"
     return None if text is None else Problem(ProblemKind.CONFIG, text)
 
 

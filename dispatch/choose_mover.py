@@ -5,6 +5,7 @@ from __future__ import annotations
 from crossdock.dispatch.algorithms.base import Algorithm
 from crossdock.dispatch.config import DispatchConfig
 from crossdock.dispatch.mover import Mover, PackedMover
+from crossdock.dispatch.nvshmem.expert_mover import ExpertMover
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.onesided.mover import OneSidedMover
 from crossdock.dispatch.onesided.transport import OneSidedTransport
@@ -22,6 +23,8 @@ def mover_for(
     """The mover of one dispatcher, by its transport."""
     transport = algorithm.transport
     if isinstance(transport, NvshmemTransport):
+        if config.layout == "expert":
+            return ExpertMover(algorithm, wire, num_slots, transport, config)
         return NvshmemMover(algorithm, wire, num_slots, transport, config)
     if isinstance(transport, HierarchicalTransport):
         return TwoLevelMover(algorithm, wire, num_slots, transport)

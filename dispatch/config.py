@@ -15,6 +15,7 @@ DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 MAX_TOP_K = 64
 LEAST_TIMEOUT_S = 0.5
 """Less is no more than what a busy host may keep a process waiting."""
+MAX_ALIGNMENT = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,9 @@ class DispatchConfig:
             each 128 elements of a row.
         bucket: ``"grow"``, or the rows to reserve at construction (rounded up to a power of two;
             such a bucket never grows).
-        layout: ``"row"``: a token's row once per rank. ``"expert"`` needs a one-sided transport.
+        layout: ``"row"``: a token's row once per rank. ``"expert"``: once for each of its experts,
+            grouped by expert, so that nothing is permuted (over ``nvshmem``).
+        expert_alignment: With ``layout="expert"``, rows of which each expert's first is a multiple.
         num_sms: Streaming multiprocessors that GPU kernels may occupy; None for all of them.
         timeout_s: Seconds after which a rank that did not answer is a ``RankTimeout``; at least
             0.5.
@@ -50,6 +53,7 @@ class DispatchConfig:
     wire: Literal["payload", "fp8"] = "payload"
     bucket: int | Literal["grow"] = "grow"
     layout: Literal["row", "expert"] = "row"
+    expert_alignment: int = 1
     num_sms: int | None = None
     timeout_s: float = 100.0
     debug: bool = False
@@ -64,6 +68,11 @@ class DispatchConfig:
         _require_one_of("algorithm", self.algorithm, ("alltoall", "allgather"))
         _require_one_of("wire", self.wire, ("payload", "fp8"))
         _require_one_of("layout", self.layout, ("row", "expert"))
+        _require_positive_int("expert_alignment", self.expert_alignment)
+        if self.expert_alignment > MAX_ALIGNMENT:
+            raise ConfigError(
+                f"expert_alignment = {self.expert_alignment}: rows, at most {MAX_ALIGNMENT}"
+            )
         if self.bucket != "grow":
             _require_positive_int("bucket", self.bucket, also='"grow" or ')
         if self.num_sms is not None:

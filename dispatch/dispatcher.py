@@ -262,13 +262,14 @@ class Dispatcher:
         if handle is None or handle.slot is not None:
             agreed = Agreed(
                 agreement.sequence,
-                SlotPlan(agreement.rows.numpy()),
+                self._mover.plan(agreement.rows.numpy()),
                 agreement.pairs.sum(0).tolist(),
                 slots,
             )
             handle = self._new_handle(agreed, routing, len(x))
         received, outbox = handle.plan.received, self._mover.outbox_rows(handle.plan)
-        refuse_what_does_not_fit(agreement, received, handle.pairs, outbox, config=self.config)
+        pairs = handle.plan.pairs_to_hold(handle.pairs)
+        refuse_what_does_not_fit(agreement, received, pairs, outbox, config=self.config)
         self._reserve(index, handle, agreement)
         capacities = agreement.values[:, 0].tolist()
         needs = list(map(max, received, outbox))

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -141,6 +143,10 @@ class Mover(ABC):
         problem, routing = self.route(topk_idx, topk_weights)
         load = None if routing is None else self.load(slot, x, routing)
         return Departure(problem, routing, load)
+
+    def plan(self, rows: npt.NDArray[np.int64]) -> SlotPlan:
+        """Places of a step's rows, from int64 [R, R] rows of each rank to each."""
+        return SlotPlan(rows)
 
     def outbox_rows(self, plan: SlotPlan) -> list[int]:
         """[R] rows of a step that each rank keeps beside its bucket, in memory for as many."""

@@ -14,7 +14,14 @@ from torch import Tensor
 from crossdock.dispatch.placement import ExpertPlacement
 from crossdock.dispatch.wire import dequantize, quantize
 
-__all__ = ["ReferenceRows", "reference_combine", "reference_dispatch"]
+__all__ = [
+    "ReferencePairs",
+    "ReferenceRows",
+    "reference_by_expert",
+    "reference_combine",
+    "reference_dispatch",
+    "reference_weighted_sums",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,23 @@ class ReferenceRows:
     topk_weights: Tensor
     source: Tensor
     rows_per_expert: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePairs:
+    """Rows of the expert-major layout: one a pair, without the rows that alignment adds.
+
+    Attributes:
+        x: [P, H], in the dtype of the inputs.
+        expert: int64 [P] local ids, ascending.
+        weight: fp32 [P].
+        source: int64 [P, 3], (rank, token, column).
+    """
+
+    x: Tensor
+    expert: Tensor
+    weight: Tensor
+    source: Tensor
 
 
 def reference_dispatch(
@@ -84,6 +108,43 @@ def reference_dispatch(
             )
         )
     return received
+
+
+def reference_by_expert(rows: ReferenceRows) -> ReferencePairs:
+    """The pairs of one rank's rows by local expert, ties by (source rank, token)."""
+    pairs = [
+        (expert, row, column)
+        for row, experts in enumerate(rows.topk_idx.tolist())
+        for column, expert in enumerate(experts)
+        if expert >= 0
+    ]
+    expert, row, column = torch.tensor(sorted(pairs), dtype=torch.int64).view(-1, 3).unbind(1)
+    return ReferencePairs(
+        x=rows.x[row],
+        expert=expert,
+        weight=rows.topk_weights[row, column],
+        source=torch.cat([rows.source[row], column[:, None]], dim=1),
+    )
+
+
+def reference_weighted_sums(y: Tensor, pairs: ReferencePairs, rows: ReferenceRows) -> Tensor:
+    """Results [n, H] of one rank's rows, from those of its pairs: what an unpermute gives.
+
+    The fp32 sum of weight x result by ascending column, each step rounded once as by a fused
+    multiply-add, and the sum rounded to y's dtype.
+
+    Args:
+        y: [P, H], one result a pair.
+        pairs: Of the rank.
+        rows: Of the rank.
+    """
+    places = {(rank, token): row for row, (rank, token) in enumerate(rows.source.tolist())}
+    sums = torch.zeros(len(rows.x), y.shape[1])
+    for pair in pairs.source[:, 2].argsort(stable=True).tolist():
+        rank, token, _ = pairs.source[pair].tolist()
+        row = sums[places[rank, token]]
+        row.copy_(row.double() + pairs.weight[pair].double() * y[pair].double())
+    return sums.to(y.dtype)
 
 
 def reference_combine(

@@ -45,6 +45,10 @@ class SlotPlan:
         """Rows that move, over all ranks."""
         return sum(self.received)
 
+    def pairs_to_hold(self, pairs: list[int]) -> list[int]:
+        """[R] pairs for which each rank's experts need room, from the [R] that it receives."""
+        return pairs
+
     def send_rows(self, rank: int) -> list[int]:
         """[R] rows that ``rank`` sends to each rank."""
         rows: list[int] = self.counts[rank].tolist()

@@ -13,6 +13,9 @@ The steps of a call, and the two regions of the workspace that they alternate be
 Each step reads the region that the next one overwrites, so two are enough, each as large as its
 larger use. P is the exact number of pairs: the counts are known before anything is reserved.
 
+Rows that come grouped by expert (``layout="expert"``) are pairs already: the first GEMM reads them
+where they lie, unless it wants another dtype or width, and the second one's output is ``y``.
+
 Where the GEMM reads fp8, rows are quantised as they are permuted, and activations by SwiGLU. Rows
 of an fp8 wire have one scale for each 128 elements: an ``fp8_block`` GEMM reads them as they are, a
 plain one gets them dequantised, and for one with a single scale a row (``fp8_token``) they are
@@ -37,6 +40,7 @@ from crossdock.experts.weights import FP8_BLOCK, ExpertWeights
 from crossdock.scratch import (
     PermuteScratch,
     WorkspaceManager,
+    convert_rows,
     permute,
     permute_scratch,
     simultaneous_bytes,
@@ -128,11 +132,18 @@ class Worker:
             known = isinstance(rows.num_rows, int)
             out[: rows.num_rows if known else rows.capacity].zero_()
             return out
-        region_a, scales, region_b = self.workspace.get_simultaneous(*self._requests(num_pairs))
-        hidden, intermediate = self._padded_hidden, self._padded_intermediate
-
-        x = _view(region_a, (num_pairs, hidden), self._gemm_dtype)
-        x_scale = self._scale_view(scales, num_pairs, hidden)
+        regions = self.workspace.get_simultaneous(*self._requests(num_pairs))
+        if rows.offsets is not None:
+            self._scratch().reserve(num_pairs)  # unused, but a part of what pair_capacity() says
+            x, x_scale = self._input_by_expert(rows, rows.offsets, num_pairs, regions)
+            place = out[:num_pairs] if self._writes(out) else None
+            y = self._multiply(x, x_scale, rows.offsets, regions, out=place)
+            if place is None:
+                out[:num_pairs].copy_(y[:, : self.hidden])
+            return out
+        hidden = self._padded_hidden
+        x = _view(regions[0], (num_pairs, hidden), self._gemm_dtype)
+        x_scale = self._scale_view(regions[1], num_pairs, hidden)
         permuted = permute(
             rows.x,
             rows.scale,
@@ -145,17 +156,66 @@ class Worker:
         )
         if hidden > self.hidden:
             x[:, self.hidden :].zero_()
-        groups = Groups(permuted.offsets)
+        expert_out = self._multiply(x, x_scale, permuted.offsets, regions)
+        return unpermute(out, expert_out[:, : self.hidden], rows.topk_weights, permuted)
+
+    def _input_by_expert(
+        self, rows: ReceivedRows, offsets: Tensor, num_pairs: int, regions: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows that are grouped already, as the first GEMM reads them: where they lie, if it can."""
+        hidden = self._padded_hidden
+        x, scale = rows.x[:num_pairs], None if rows.scale is None else rows.scale[:num_pairs]
+        width = 0 if scale is None else scale.shape[1]
+        fits = x.dtype == self._gemm_dtype and width == self._num_scales(hidden)
+        if fits and hidden == self.hidden:
+            return x, scale
+        place = _view(regions[0], (num_pairs, hidden), self._gemm_dtype)
+        place_scale = self._scale_view(regions[1], num_pairs, hidden)
+        if fits:
+            place[:, : self.hidden].copy_(x)
+            if place_scale is not None and scale is not None:
+                place_scale.copy_(scale)
+        else:
+            convert_rows(
+                x,
+                out=place[:, : self.hidden],
+                scale=place_scale,
+                values_scale=scale,
+                num_rows=offsets[-1:],
+            )
+        if hidden > self.hidden:
+            place[:, self.hidden :].zero_()
+        return place, place_scale
+
+    def _writes(self, y: Tensor) -> bool:
+        """Whether the second GEMM can write its output to ``y`` itself."""
+        fits = y.dtype == self._dtype and self._padded_hidden == self.hidden
+        return fits and self.gemm2.writes_out
+
+    def _multiply(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        offsets: Tensor,
+        regions: Sequence[Tensor],
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Both GEMMs and what is between, for pairs grouped by expert; into ``out``, if given."""
+        region_a, scales, region_b = regions
+        num_pairs, hidden = x.shape
+        intermediate = self._padded_intermediate
+        groups = Groups(offsets)
         out13 = self._out_view(region_b, (num_pairs, 2 * intermediate))
         gate_up = self.gemm13(x, x_scale, groups, out=out13)
 
         activation = _view(region_a, (num_pairs, intermediate), self._gemm_dtype)
         activation_scale = self._scale_view(scales, num_pairs, intermediate)
-        swiglu(gate_up, out=activation, scale=activation_scale, num_rows=permuted.offsets[-1:])
+        swiglu(gate_up, out=activation, scale=activation_scale, num_rows=offsets[-1:])
         del gate_up  # before the second output is made
-        out2 = self._out_view(region_b, (num_pairs, hidden))
-        expert_out = self.gemm2(activation, activation_scale, groups, out=out2)
-        return unpermute(out, expert_out[:, : self.hidden], rows.topk_weights, permuted)
+        if out is None:
+            out = self._out_view(region_b, (num_pairs, hidden))
+        return self.gemm2(activation, activation_scale, groups, out=out)
 
     def pair_capacity(self) -> int:
         """Pairs for which neither scratch nor workspace would grow; -1 while both may grow."""
@@ -238,8 +298,10 @@ class Worker:
     def _num_pairs(self, rows: ReceivedRows) -> int:
         """P on the host: what was received, or under capture the most that may be replayed."""
         capturing = rows.x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if isinstance(rows.num_pairs, int) and not capturing:
-            return rows.num_pairs
+        # Of grouped rows, those between groups count too.
+        known = rows.num_pairs if rows.offsets is None else rows.num_rows
+        if isinstance(known, int) and not capturing:
+            return known
         if not self.workspace.is_locked():
             raise LockedError(
                 "experts are captured into a graph before lock(): the graph would keep addresses "

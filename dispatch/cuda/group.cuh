@@ -33,7 +33,7 @@ enum State {
 // Words of a slot's own device memory.
 enum SlotState { STEP, REFUSED, NUM_ROWS, NUM_PAIRS };
 
-// Words of a record, before the rows [R], the pairs [R] and the pairs of each local expert.
+// Words of a record, before the rows [R], the pairs [R] and the pairs of experts.
 enum Header { KIND, CALL, SLOT, PAIR_LIMIT, TOKEN, COLUMN, VALUE, HEADER };
 
 // What is wrong with a step. The first three are found by `route`, in this order of importance.
@@ -48,10 +48,12 @@ enum Report { WHAT, RANK, FIRST, SECOND, THIRD, IN_VAIN = 7, LATE = 8 };
 // exchange all records and post all signals, of every rank, as soon as one is distant from any other
 // (`has_distant`).
 struct Group {
-  i64 rank, ranks, top_k, hidden, num_experts, num_local, most_local, timeout_ns, has_distant;
+  i64 rank, ranks, top_k, hidden, num_experts, num_local, most_local, num_told;
+  i64 timeout_ns, has_distant;
   i64* state;           // State, then pairs [R] and experts' pairs [E] that `route` adds up
   const int* code;      // [E] owner << CODE_BITS | local id
   const int* expert_at; // [R, most_local] global id of each rank's local experts, -1 past them
+  const int* told_at;   // [R, num_told] experts whose pairs a record tells each rank, -1 for none
   i64* matrix;          // pinned: call, everybody's record without experts [R]
   i64* report;          // pinned: Report
   const Group* calls;   // of the transport: signals alone, BEGUN
@@ -94,7 +96,7 @@ struct Way {
 };
 
 __device__ __forceinline__ i64 record_words(const Group& group) {
-  return HEADER + 2 * group.ranks + group.most_local;
+  return HEADER + 2 * group.ranks + group.num_told;
 }
 
 // The record of `source` on `rank`, in one of four pages.

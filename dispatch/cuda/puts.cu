@@ -84,7 +84,7 @@ consult(const Group* __restrict__ shared_group, void* memory, i64 num_tokens, i6
   const Way way(memory, group, num_tokens);
   if (threadIdx.x == 0) nvshmem_quiet();
   agree(
-      group, way, call, slot, pair_limit,
+      group, way.record, call, slot, pair_limit,
       [&](i64 page) { send_record(group, page, *group.calls, BEGUN, begun(call)); },
       [&](int source, const i64* at) {
         const i64 value = begun(call);
@@ -98,7 +98,7 @@ record(const Group* __restrict__ shared_group, void* memory, i64 num_tokens, i64
   const Group& group = *shared_group;
   const Way way(memory, group, num_tokens);
   const i64 epoch = group.state[DISPATCHES] + 1;
-  write_record(group, way, page_of_epoch(epoch), pair_limit, 0, 0);
+  write_record(group, way.record, page_of_epoch(epoch), pair_limit, 0, 0);
   __syncthreads();
   // `put` has been quiet since the record before.
   send_record(group, page_of_epoch(epoch), group, RECORD, epoch);

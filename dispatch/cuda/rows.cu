@@ -7,225 +7,8 @@
 // Macros: ELEM, the type of hidden states; FP8, whether they travel as e4m3 with a scale for each
 // 128 elements; UNITS, of 8 elements that a lane takes at a time; STAGES, segments of a warp that are
 // under way or worked on; THREADS, of a block, which move rows; BLOCKS, on a multiprocessor.
-#include "group.cuh"
-#include "numbers.cuh"
-#include "pipeline.cuh"
 #include "records.cuh"
-#if FP8
-#include <cuda_fp8.h>
-#endif
-
-constexpr int SEGMENT = UNITS * WARP; // units of 8 elements that a warp takes at a time
-
-// A warp's walk over segments of tokens, `warps` segments at a step.
-struct Walk {
-  int token, segment;      // where it is
-  int tokens, segments;    // of a step, with less than a token's segments
-  int num_tokens, num_segments;
-
-  __device__ Walk(int number, int warps, int num_tokens, int num_segments)
-      : token(number / num_segments), segment(number % num_segments), tokens(warps / num_segments),
-        segments(warps % num_segments), num_tokens(num_tokens), num_segments(num_segments) {}
-  __device__ bool ended() const { return token >= num_tokens; }
-  __device__ void step() {
-    token += tokens;
-    segment += segments;
-    if (segment >= num_segments) {
-      segment -= num_segments;
-      ++token;
-    }
-  }
-};
-
-#if FP8
-constexpr int FP8_BLOCK = 128;
-constexpr int BLOCK_LANES = FP8_BLOCK / 16; // a lane quantises two units side by side
-constexpr int COUPLES = UNITS / 2;
-static_assert(UNITS % 2 == 0, "units are quantised two by two");
-constexpr int BLOCKS_OF_COUPLE = WARP / BLOCK_LANES;
-
-// The largest magnitude as bits, which are ordered as the numbers are, infinity and NaN above them.
-// Two at a time where two are in a word.
-__device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
-  return sizeof(ELEM) == 4 ? max(a, b) : __vmaxu2(a, b);
-}
-
-__device__ __forceinline__ unsigned largest(const Eight<ELEM>& numbers) {
-  constexpr unsigned MAGNITUDE = sizeof(ELEM) == 4 ? 0x7fffffff : 0x7fff7fff;
-  constexpr int WORDS = sizeof(Eight<ELEM>) / sizeof(unsigned);
-  union { Eight<ELEM> eight; unsigned words[WORDS]; };
-  eight = numbers;
-  unsigned most = 0;
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i) most = larger(most, words[i] & MAGNITUDE);
-  return most;
-}
-
-// Rounded to nearest for any normal number but the largest: a guess and one Newton step.
-__device__ __forceinline__ float reciprocal(float x) {
-  float guess;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(x));
-  return isfinite(x) ? __fmaf_rn(__fmaf_rn(-x, guess, 1.f), guess, guess) : guess;
-}
-
-// x / divisor as IEEE division rounds it, from a rounded reciprocal and one correction: exact as long
-// as nothing under- or overflows (Markstein 1990). Written so that zeros keep their sign.
-__device__ __forceinline__ float divided(float x, float divisor, float inverse) {
-  const float guess = __fmul_rn(x, inverse);
-  return __fmaf_rn(-__fmaf_rn(guess, divisor, -x), inverse, guess);
-}
-
-// Sixteen elements of a lane: scale = amax / 448, payload = x / scale. Quotients that underflow are too
-// small for e4m3 anyhow.
-__device__ __forceinline__ uint4 quantize(const Eight<ELEM> (&numbers)[2], float& scale) {
-  constexpr float SMALLEST = 1.17549435e-38f; // normal number
-  unsigned most = larger(largest(numbers[0]), largest(numbers[1]));
-#pragma unroll
-  for (int apart = BLOCK_LANES / 2; apart > 0; apart /= 2) {
-    most = larger(most, __shfl_xor_sync(ALL_LANES, most, apart));
-  }
-  union { ELEM number; unsigned bits; };
-  bits = sizeof(ELEM) == 4 ? most : max(most >> 16, most & 0xffff);
-  const float amax = widen(number);
-  float x[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = widen(numbers[i / 8].at[i % 8]);
-  float divisor;
-  if (amax > 1e-20f && amax < 1e30f) {
-    scale = divisor = divided(amax, 448.f, 1.f / 448.f);
-  } else if (amax == 0.f) {
-    scale = divisor = 1.f;
-  } else if (isfinite(amax)) { // worked on nearer to 1, which changes no digit
-    const float factor = amax < 1.f ? 0x1p64f : 0x1p-64f, back = amax < 1.f ? 0x1p-64f : 0x1p64f;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) x[i] *= factor;
-    scale = fmaxf(divided(amax * factor, 448.f, 1.f / 448.f) * back, SMALLEST);
-    divisor = scale * factor;
-  } else { // infinity makes zeros of finite numbers, NaN makes NaN of all
-    scale = divisor = amax;
-  }
-  const float inverse = reciprocal(divisor);
-  if (!isfinite(amax)) divisor = 0.f;
-  unsigned words[4];
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    float quotient[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) quotient[i] = divided(x[4 * w + i], divisor, inverse);
-    const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(quotient[0], quotient[1]),
-                                                  __NV_SATFINITE, __NV_E4M3);
-    const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(quotient[2], quotient[3]),
-                                                   __NV_SATFINITE, __NV_E4M3);
-    words[w] = low | high << 16;
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
-#endif
-
-struct Judgement {
-  i64 first[MAX_RANKS];    // place of this rank's first row for each rank
-  i64 received[MAX_RANKS]; // rows of each rank
-  i64 pairs[MAX_RANKS];
-};
-
-constexpr int AT_ONCE = 8; // records that are read before the first is looked at
-
-// Rows of `source` that wait in its outbox for ranks below `end`, by its record.
-__device__ __forceinline__ i64 rows_in_outbox(const Group& group, const i64* record, i64 source,
-                                              i64 end) {
-  i64 rows = 0;
-  for (i64 rank = 0; rank < end; ++rank) {
-    if (is_distant(group, source, rank)) rows += __ldcg(record + HEADER + rank);
-  }
-  return rows;
-}
-
-// Where some rank is distant: whether an outbox is too small for what a rank has for those distant from
-// it; and this rank's places, there and in its own outbox. Out of the way, as most groups have none.
-__device__ __noinline__ bool judge_outbox(const Group& group, const Way& way, i64 capacity, i64 page,
-                                          int rank, Judgement& judgement) {
-  const i64* own = record_on(group, group.rank, group.rank, page);
-  way.there[rank] = judgement.first[rank];
-  if (is_distant(group, group.rank, rank)) {
-    judgement.first[rank] = rows_in_outbox(group, own, group.rank, rank);
-  }
-  const i64* record = record_on(group, group.rank, rank, page);
-  return rows_in_outbox(group, record, rank, group.ranks) > capacity;
-}
-
-// The same on all ranks, for it sees the same records on all.
-__device__ bool refuses(const Group& group, const Way& way, i64 capacity, i64 page,
-                        Judgement& judgement) {
-  bool bad = false;
-  for (int rank = threadIdx.x; rank < group.ranks; rank += blockDim.x) {
-    const i64* own = record_on(group, group.rank, rank, page);
-    const i64 kind = __ldcg(own + KIND), limit = __ldcg(own + PAIR_LIMIT);
-    i64 rows = 0, pairs = 0;
-    for (int begin = 0; begin < group.ranks; begin += AT_ONCE) {
-      i64 rows_from[AT_ONCE], pairs_from[AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const i64* record = record_on(group, group.rank, begin + i, page) + HEADER;
-        const bool is_rank = begin + i < group.ranks;
-        rows_from[i] = is_rank ? __ldcg(record + rank) : 0;
-        pairs_from[i] = is_rank ? __ldcg(record + group.ranks + rank) : 0;
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        if (begin + i == group.rank) judgement.first[rank] = rows;
-        rows += rows_from[i];
-        pairs += pairs_from[i];
-      }
-    }
-    judgement.received[rank] = rows;
-    judgement.pairs[rank] = pairs;
-    bad |= kind != FINE || rows > capacity || (limit >= 0 && pairs > limit);
-    if (group.has_distant) bad |= judge_outbox(group, way, capacity, page, rank, judgement);
-  }
-  return __syncthreads_or(bad);
-}
-
-// The first refusal stays until the host has taken note of it.
-__device__ void report(const Group& group, i64 capacity, i64 page, const Judgement& judgement) {
-  volatile i64* note = group.report;
-  if (note[WHAT] != FINE) return;
-  i64 what = FINE;
-  for (i64 rank = 0; rank < group.ranks && what == FINE; ++rank) {
-    const i64* record = record_on(group, group.rank, rank, page);
-    what = __ldcg(record + KIND);
-    if (what == FINE) continue;
-    note[RANK] = rank;
-    note[FIRST] = __ldcg(record + TOKEN);
-    note[SECOND] = __ldcg(record + COLUMN);
-    note[THIRD] = __ldcg(record + VALUE);
-  }
-  for (i64 rank = 0; rank < group.ranks && what == FINE; ++rank) {
-    if (judgement.received[rank] <= capacity) continue;
-    what = TOO_MANY_ROWS;
-    note[RANK] = rank;
-    note[FIRST] = judgement.received[rank];
-    note[SECOND] = capacity;
-  }
-  for (i64 rank = 0; rank < group.ranks && what == FINE; ++rank) {
-    const i64 limit = __ldcg(record_on(group, group.rank, rank, page) + PAIR_LIMIT);
-    if (limit < 0 || judgement.pairs[rank] <= limit) continue;
-    what = TOO_MANY_PAIRS;
-    note[RANK] = rank;
-    note[FIRST] = judgement.pairs[rank];
-    note[SECOND] = limit;
-  }
-  for (i64 rank = 0; rank < group.ranks && what == FINE; ++rank) {
-    const i64* record = record_on(group, group.rank, rank, page);
-    const i64 rows = rows_in_outbox(group, record, rank, group.ranks);
-    if (rows <= capacity) continue;
-    what = TOO_MANY_PUTS;
-    note[RANK] = rank;
-    note[FIRST] = rows;
-    note[SECOND] = capacity;
-  }
-  __threadfence_system();
-  note[WHAT] = what;
-}
+#include "segments.cuh"
 
 // What the receiver has to know besides the rows, and ids that say "no row" behind them.
 __device__ void prepare_bucket(const Group& group, const Slot& slot, const Way& way, i64 epoch,
@@ -322,139 +105,26 @@ __device__ __forceinline__ Destinations find(const Way& way, const Judgement& ju
   return found;
 }
 
-// Where a stage holds the words of a unit: what 32 lanes fetch or read together lies side by side.
-constexpr int WORDS = sizeof(Eight<ELEM>) / sizeof(uint4);
-constexpr int STAGE = UNITS * WORDS * WARP; // words of a warp's stage
-
-__device__ __forceinline__ int place(int unit, int word) {
-  return (unit / WARP * WORDS + word) * WARP + unit % WARP;
-}
-
-__device__ __forceinline__ Eight<ELEM> read(const uint4* stage, int unit) {
-  union { Eight<ELEM> eight; uint4 words[WORDS]; };
-#pragma unroll
-  for (int w = 0; w < WORDS; ++w) words[w] = stage[place(unit, w)];
-  return eight;
-}
-
-// What a warp fetches, ahead of what it stores: it depends on nobody's record.
-struct Reader {
-  const ELEM* x;
-  uint4* mine; // this warp's stages
-  int hidden, units;
-  Walk here, ahead;
-
-  __device__ Reader(const ELEM* x, int hidden, int num_tokens)
-      : x(x), mine(stages + threadIdx.x / WARP * (STAGES * STAGE)), hidden(hidden),
-        units(hidden / 8),
-        here(static_cast<int>(blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP),
-             static_cast<int>(gridDim.x * (THREADS / WARP)), num_tokens,
-             (hidden / 8 + SEGMENT - 1) / SEGMENT),
-        ahead(here) {}
-
-  __device__ __forceinline__ void prefetch(int stage) {
-    if (!ahead.ended()) {
-      const int segment_at = ahead.segment * SEGMENT;
-      const uint4* from = reinterpret_cast<const uint4*>(x + static_cast<i64>(ahead.token) * hidden);
-#pragma unroll
-      for (int j = 0; j < UNITS; ++j) {
-        const int unit = j * WARP + static_cast<int>(threadIdx.x % WARP);
-        if (segment_at + unit >= units) continue;
-        const uint4* words = from + (segment_at + unit) * WORDS;
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) fetch(mine + stage * STAGE + place(unit, w), words + w);
-      }
-      ahead.step();
-    }
-    commit();
-  }
-
-  __device__ void begin() {
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) prefetch(stage);
-  }
-};
-
 __device__ void move_rows(const Group& group, const Slot& slot, const Way& way, Reader& reader,
                           const Judgement& judgement) {
   const int lane = threadIdx.x % WARP, ranks = static_cast<int>(group.ranks);
-  const int hidden = reader.hidden, units = reader.units;
-#if FP8
-  const int blocks = (hidden + FP8_BLOCK - 1) / FP8_BLOCK;
-#endif
   unsigned char* bucket[2] = {}; // of the ranks that this lane finds rows on
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (lane + half * WARP < ranks) bucket[half] = slot.bucket[lane + half * WARP];
   }
-  const uint4* mine = reader.mine;
-  Walk& here = reader.here;
-  if (here.ended()) return;
-  Destinations next = find(way, judgement, here.token, ranks);
-  for (int stage = 0; !here.ended();) {
-    const int segment_at = here.segment * SEGMENT;
-    const Destinations found = next;
-    here.step();
-    if (!here.ended()) next = find(way, judgement, here.token, ranks);
-    wait_for_all_but<STAGES - 2>();
-#if FP8
-    __syncwarp(); // a lane reads two units side by side, which two lanes have fetched
-    uint4 wire[COUPLES];
-    float scales = 0.f; // of the block of this lane's number
-#pragma unroll
-    for (int p = 0; p < COUPLES; ++p) {
-      const int unit = p * 2 * WARP + 2 * lane;
-      Eight<ELEM> numbers[2] = {};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (segment_at + unit + i < units) numbers[i] = read(mine + stage * STAGE, unit + i);
-      }
-      float scale;
-      wire[p] = quantize(numbers, scale);
-      const float other = __shfl_sync(ALL_LANES, scale, lane % BLOCKS_OF_COUPLE * BLOCK_LANES);
-      if (lane / BLOCKS_OF_COUPLE == p) scales = other;
-    }
-#else
-    Eight<ELEM> numbers[UNITS];
-#pragma unroll
-    for (int j = 0; j < UNITS; ++j) numbers[j] = read(mine + stage * STAGE, j * WARP + lane);
-#endif
-    // The stage that was read last time: its numbers have been stored.
-    reader.prefetch(stage == 0 ? STAGES - 1 : stage - 1);
-    stage = stage == STAGES - 1 ? 0 : stage + 1;
+  const auto find_destinations = [&](int token) { return find(way, judgement, token, ranks); };
+  const auto send = [&](const Destinations& found, const Segment& segment) {
     for (u64 left = found.mask; left; left &= left - 1) {
       const int rank = __ffsll(left) - 1;
       const bool is_low = rank < WARP;
       const i64 row = __shfl_sync(ALL_LANES, is_low ? found.row[0] : found.row[1], rank % WARP);
       unsigned char* there = reinterpret_cast<unsigned char*>(__shfl_sync(
           ALL_LANES, reinterpret_cast<u64>(is_low ? bucket[0] : bucket[1]), rank % WARP));
-#if FP8
-      unsigned char* to = there + row * hidden + segment_at * 8;
-#pragma unroll
-      for (int p = 0; p < COUPLES; ++p) {
-        const int unit = p * 2 * WARP + 2 * lane;
-        if (hidden % 16 == 0) {
-          if (segment_at + unit < units) __stcs(reinterpret_cast<uint4*>(to + unit * 8), wire[p]);
-        } else { // rows begin at multiples of 8
-          uint2* halves = reinterpret_cast<uint2*>(to + unit * 8);
-          if (segment_at + unit < units) __stcs(halves, make_uint2(wire[p].x, wire[p].y));
-          if (segment_at + unit + 1 < units) __stcs(halves + 1, make_uint2(wire[p].z, wire[p].w));
-        }
-      }
-      const int block = segment_at * 8 / FP8_BLOCK + lane;
-      if (lane < COUPLES * BLOCKS_OF_COUPLE && block < blocks) {
-        reinterpret_cast<float*>(there + slot.scale_at)[row * blocks + block] = scales;
-      }
-#else
-      ELEM* to = reinterpret_cast<ELEM*>(there) + row * hidden;
-#pragma unroll
-      for (int j = 0; j < UNITS; ++j) {
-        const int unit = segment_at + j * WARP + lane;
-        if (unit < units) store_eight(to + unit * 8, numbers[j]);
-      }
-#endif
+      segment.store(there, slot, row);
     }
-  }
+  };
+  move_segments(reader, find_destinations, send);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + WARP, BLOCKS)
@@ -473,9 +143,10 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
   if (moves_rows) reader.begin();
   const i64 page = call > 0 ? page_of_call(call) : page_of_epoch(epoch);
   // Block 0 is there whenever any block is, so it cannot be kept from posting by those that wait.
-  if (call == HERE && blockIdx.x == 0) post_record(group, way, epoch, pair_limit);
+  if (call == HERE && blockIdx.x == 0) post_record(group, way.record, epoch, pair_limit);
   const bool came = call > 0 || await(group, RECORD, epoch);
-  const bool refused = refuses(group, way, slot.capacity, page, judgement);
+  count_rows(group, way.there, page, judgement);
+  const bool refused = refuses(group, slot.capacity, judgement);
   const bool moves = came && !refused;
   prepare_bucket(group, slot, way, epoch, page, moves, judgement, poison);
   if (moves) {

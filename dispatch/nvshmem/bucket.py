@@ -26,6 +26,8 @@ class SymmetricBucket(BucketMemory):
         num_rows: int64 [1] on the device.
         num_pairs: int64 [1] on the device.
         rows_per_expert: int64 [num_local_experts] on the device.
+        offsets: int64 [num_local_experts + 1] on the device: where each expert's pairs begin, in
+            the expert-major layout.
         captured: Whether a graph holds its addresses.
     """
 
@@ -36,10 +38,12 @@ class SymmetricBucket(BucketMemory):
         device: torch.device,
         num_local_experts: int,
         *,
+        source_words: int = 2,
         has_outbox: bool = False,
     ) -> None:
-        self.layout = BucketLayout.of(capacity, wire)
+        self.layout = BucketLayout.of(capacity, wire, source_words=source_words)
         self.num_bytes = self.layout.num_bytes * (2 if has_outbox else 1)
+        self._source_words = source_words
         self.memory: Symmetric | None = None
         self.captured = False
         self._device = device
@@ -47,9 +51,10 @@ class SymmetricBucket(BucketMemory):
         # Views are made again when there is something to view.
         super().__init__(0, wire, device)
         self.capacity = capacity
-        self._state = torch.zeros(4 + num_local_experts, dtype=torch.int64, device=device)
+        self._state = torch.zeros(5 + 2 * num_local_experts, dtype=torch.int64, device=device)
         self.num_rows, self.num_pairs = self._state[2:3], self._state[3:4]
-        self.rows_per_expert = self._state[4:]
+        self.rows_per_expert = self._state[4 : 4 + num_local_experts]
+        self.offsets = self._state[4 + num_local_experts :]
         self.results = torch.empty(0, wire.hidden, dtype=wire.dtype, device=device)
         if capacity == 0:
             self._view(torch.empty(0, dtype=torch.uint8, device=device), [])
@@ -84,10 +89,10 @@ class SymmetricBucket(BucketMemory):
         self.scale = part(at.scale, num_blocks(wire.hidden), torch.float32) if wire.fp8 else None
         self.topk_idx = part(at.ids, wire.top_k, torch.int64)
         self.topk_weights = part(at.weights, wire.top_k, torch.float32)
-        self.source = part(at.source, 2, torch.int64)
+        self.source = part(at.source, self._source_words, torch.int64)
         self._results = buffer[at.y :]
         self.results = part(at.y, wire.hidden, wire.dtype)
         words = [rows, at.scale, at.ids, at.weights, at.source, at.y]
-        words += [self._state.data_ptr(), self.rows_per_expert.data_ptr()]
+        words += [self._state.data_ptr(), self._state[4:].data_ptr()]
         words += addresses + [0] * (MAX_RANKS - len(addresses))
         self.table = torch.tensor(words, dtype=torch.int64, device=self._device)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,13 +27,17 @@ class Matrix:
 
     Args:
         transport: Of the ranks.
+        plan: Places of rows, from int64 [R, R] rows of each rank to each.
 
     Attributes:
         words: int64, where the kernel writes: the call, then [R, header, rows [R], pairs [R]].
     """
 
-    def __init__(self, transport: NvshmemTransport) -> None:
+    def __init__(
+        self, transport: NvshmemTransport, plan: Callable[[npt.NDArray[np.int64]], SlotPlan]
+    ) -> None:
         self._transport = transport
+        self._plan = plan
         self.words = pinned_words(matrix_words(transport.world_size))
         self._call = memoryview(self.words.numpy())  # type: ignore[arg-type]
         self._records = self.words.numpy()[1:].reshape(transport.world_size, -1)
@@ -70,10 +76,10 @@ class Matrix:
             if kind != _FINE or said != call or chosen != slot:
                 return None
             limits.append(limit)
-        plan = SlotPlan(self._rows.copy())
+        plan = self._plan(self._rows.copy())
         pairs: list[int] = np.add.reduce(self._pairs).tolist()
         if max(plan.received) > capacity or any(
-            0 <= limit < need for limit, need in zip(limits, pairs, strict=True)
+            0 <= limit < need for limit, need in zip(limits, plan.pairs_to_hold(pairs), strict=True)
         ):
             return None
         return Agreed(call, plan, pairs, [slot] * len(pairs))

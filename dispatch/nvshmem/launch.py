@@ -15,7 +15,7 @@ from crossdock.dispatch.nvshmem.runtime import Runtime
 from crossdock.dispatch.wire import WireFormat
 from crossdock.scratch.kernels import load_kernel
 
-__all__ = ["PUTS", "SOURCES", "Kernels", "Launch", "Ring", "Shape", "variants"]
+__all__ = ["PUTS", "SOURCES", "Kernels", "Launch", "PairKernels", "Ring", "Shape", "variants"]
 
 SOURCES = Path(__file__).parent.parent / "cuda"
 PUTS = SOURCES / "puts.cu"  # what calls NVSHMEM, compiled otherwise
@@ -57,7 +57,8 @@ class Shape(NamedTuple):
 ROWS = Shape(4, 128, 1, 6)
 ROWS_FP8 = Shape(4, 128, 2, 4)
 COMBINE = Shape(4, 128, 2, 2)
-COMBINE_ROWS = 4  # ranks of a stage, BATCH in combine.cu
+COMBINE_ROWS = 4  # results of a stage, BATCH in sums.cuh
+ROUTE_PAIRS_THREADS = 256
 _STATIC_BYTES = 4 << 10  # at most, of shared memory besides stages
 _HOPPER = 227 << 10  # bytes of a multiprocessor's shared memory
 
@@ -73,7 +74,8 @@ def variants(shared_bytes: int = _HOPPER) -> list[tuple[str, dict[str, str | int
         combine = _combine_shape(dtype, shared_bytes=shared_bytes)
         for out in C_TYPES.values():
             found.append(("combine.cu", {"PARTIAL": name, "OUT": out, **combine.macros()}))
-    return found
+    pairs = {"route.cu": "route_pairs.cu", "rows.cu": "pairs.cu", "combine.cu": "combine_pairs.cu"}
+    return found + [(pairs[name], macros) for name, macros in found if name in pairs]
 
 
 def _rows_shape(dtype: torch.dtype, *, fp8: bool, shared_bytes: int) -> Shape:
@@ -186,6 +188,10 @@ class Kernels:
         group: int64, the kernels' ``Group``.
     """
 
+    _rows_kernel, _rows_words = "rows", 9
+    _route_kernel, _route_words = "route", 9
+    _combine_kernel = "combine"
+
     def __init__(
         self, wire: WireFormat, device: torch.device, num_sms: int | None, group: Tensor
     ) -> None:
@@ -198,17 +204,20 @@ class Kernels:
         self._rows_shape = _rows_shape(wire.dtype, fp8=wire.fp8, shared_bytes=shared_bytes)
         macros = self._rows_shape.macros() | {"ELEM": model, "FP8": int(wire.fp8)}
         stages = self._rows_shape.shared_bytes(wire.dtype.itemsize, 1)
-        self._rows = self._load("rows", 9, macros, shared_bytes=stages)
+        self._rows = self._load(self._rows_kernel, self._rows_words, macros, shared_bytes=stages)
         self._arrive = self._load("arrive", 2, {}, source="signals")
         self._ready = self._load("ready", 1, {}, source="signals")
         self._meet = self._load("meet", 1, {}, source="signals")
-        self._routes = {d: self._load("route", 9, {"ID": c}) for d, c in ID_TYPES.items()}
+        self._routes = {
+            dtype: self._load(self._route_kernel, self._route_words, {"ID": c})
+            for dtype, c in ID_TYPES.items()
+        }
         # Loading may not be recorded in a graph, so it does not wait for first use.
         self._combines = {}
         for dtype, name in C_TYPES.items():
             shape = _combine_shape(dtype, shared_bytes=shared_bytes)
             self._combines[dtype] = self._load(
-                "combine",
+                self._combine_kernel,
                 8,
                 shape.macros() | {"PARTIAL": name, "OUT": model},
                 shared_bytes=shape.shared_bytes(dtype.itemsize, COMBINE_ROWS),
@@ -323,6 +332,87 @@ class Kernels:
             device=self._device,
             defines=defines,
             shared_bytes=shared_bytes,
+        )
+
+
+class PairKernels(Kernels):
+    """The same calls for the expert-major layout.
+
+    Args:
+        wire: See :class:`Kernels`, and so are the next three.
+        device: See above.
+        num_sms: See above.
+        group: See above.
+        alignment: Rows of which each expert's first is a multiple.
+    """
+
+    _rows_kernel, _rows_words = "pairs", 10
+    _route_kernel, _route_words = "route_pairs", 8
+    _combine_kernel = "combine_pairs"
+
+    def __init__(
+        self,
+        wire: WireFormat,
+        device: torch.device,
+        num_sms: int | None,
+        group: Tensor,
+        alignment: int,
+    ) -> None:
+        super().__init__(wire, device, num_sms, group)
+        self._alignment = alignment
+
+    def route(
+        self,
+        ids: Tensor,
+        weights: Tensor,
+        way: Tensor,
+        *,
+        everywhere: bool,
+        call: int = 0,
+        slot: int = 0,
+        pair_limit: int = -1,
+    ) -> None:
+        """Check, find every pair's place among its expert's; agree on it in a ``call``."""
+        assert not everywhere
+        tokens = ids.shape[0]
+        self._routes[ids.dtype](
+            max(1, -(-tokens // CHUNK)),
+            ROUTE_PAIRS_THREADS,
+            self._group,
+            ids.data_ptr(),
+            weights.data_ptr(),
+            way.data_ptr(),
+            tokens,
+            call,
+            slot,
+            pair_limit,
+        )
+
+    def rows(
+        self,
+        slot: Tensor,
+        x: Tensor,
+        way: Tensor,
+        pair_limit: int,
+        *,
+        poison: bool,
+        staged: bool,
+        call: int = 0,
+    ) -> None:
+        """Write pairs to their places, and unless staged wait for everybody's."""
+        self._rows(
+            self._blocks(self._rows_shape),
+            self._rows_shape.threads + WARP,  # one writes metadata
+            self._group,
+            slot.data_ptr(),
+            x.data_ptr(),
+            way.data_ptr(),
+            x.shape[0],
+            call,
+            pair_limit,
+            self._alignment,
+            poison,
+            staged,
         )
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "expert_codes",
     "experts_by_rank",
     "matrix_words",
+    "pair_way_words",
     "record_words",
     "state_words",
     "way_words",
@@ -38,7 +39,7 @@ CHUNK = 128
 WARP = 32
 BY_ROUTE = -1  # instead of a call's number: `route` has posted the record of a step in a graph
 MAX_RANKS = 64
-CONTROL_AT = 15  # word of a ``Group`` at which addresses begin
+CONTROL_AT = 17  # word of a ``Group`` at which addresses begin
 _CODE_BITS = 24
 _NUM_SIGNALS = 3
 _NUM_PAGES = 4
@@ -104,7 +105,7 @@ class BucketLayout:
         scale: fp32 [C, ceil(H / 128)], nothing unless the wire is fp8.
         ids: int64 [C, K].
         weights: fp32 [C, K].
-        source: int64 [C, 2].
+        source: int64 [C, source_words].
         y: [C, y_bytes].
         y_bytes: Of one row of results.
         num_bytes: Of all.
@@ -119,8 +120,8 @@ class BucketLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, capacity: int, wire: WireFormat) -> BucketLayout:
-        """For a capacity in rows."""
+    def of(cls, capacity: int, wire: WireFormat, *, source_words: int = 2) -> BucketLayout:
+        """For a capacity in rows, whose origin takes so many words."""
         scale_bytes = 4 * num_blocks(wire.hidden) if wire.fp8 else 0
         # Eight columns of the widest dtype always fit, so that any results can go in parts.
         y_bytes = max(wire.hidden * wire.dtype.itemsize, 32)
@@ -129,7 +130,7 @@ class BucketLayout:
             scale_bytes,
             8 * wire.top_k,
             4 * wire.top_k,
-            16,
+            8 * source_words,
             y_bytes,
         )
         starts = [0]
@@ -154,9 +155,16 @@ def way_words(num_tokens: int, num_experts: int, ranks: int, top_k: int) -> int:
     return words + -(-(chunks * ranks + num_tokens * (2 * top_k + ranks)) // 2)
 
 
-def record_words(ranks: int, most_local: int) -> int:
-    """Words of a record."""
-    return Header.HEADER + 2 * ranks + most_local
+def pair_way_words(num_tokens: int, num_experts: int, ranks: int, top_k: int) -> int:
+    """As :func:`way_words`, of the expert-major layout."""
+    chunks = max(1, -(-num_tokens // CHUNK))
+    halves = (1 + chunks) * num_experts + num_tokens * (1 + 5 * top_k)
+    return Header.HEADER + 2 * ranks + 2 * num_experts + -(-halves // 2)
+
+
+def record_words(ranks: int, num_told: int) -> int:
+    """Words of a record that tells the pairs of so many experts."""
+    return Header.HEADER + 2 * ranks + num_told
 
 
 def control_words(ranks: int, record_words: int, *, has_distant: bool) -> int:

@@ -89,8 +89,9 @@ class NvshmemMover(Mover):
         placement, device, ranks = algorithm.placement, transport.device, transport.world_size
         self._num_local = placement.num_local_experts(transport.rank)
         experts = experts_by_rank(placement)
+        told = self._told(experts)
         self._has_distant = transport.has_distant
-        self._record_words = record_words(ranks, experts.shape[1])
+        self._record_words = record_words(ranks, told.shape[1])
         self._control_bytes = 8 * control_words(
             ranks, self._record_words, has_distant=self._has_distant
         )
@@ -100,37 +101,54 @@ class NvshmemMover(Mover):
         )
         self._state[State.WORST] = -1
         self._code = expert_codes(placement).to(device)
-        self._expert_at = experts.to(device)
-        self._matrix = Matrix(transport)
+        self._expert_at, self._told_at = experts.to(device), told.to(device)
+        self._matrix = Matrix(transport, self.plan)
         self._report = pinned_words(Report.LATE + ranks)
         self._order = transport.watch(self._report)
         self._num_discards = 0
         words = [transport.rank, ranks, wire.top_k, wire.hidden, config.num_experts]
-        words += [self._num_local, experts.shape[1], round(transport.timeout_s * 1e9)]
-        words += [self._has_distant]
-        tensors = (self._state, self._code, self._expert_at, self._matrix.words, self._report)
-        words += [tensor.data_ptr() for tensor in (*tensors, transport.calls)]
+        words += [self._num_local, experts.shape[1], told.shape[1]]
+        words += [round(transport.timeout_s * 1e9), self._has_distant]
+        tensors = [self._state, self._code, self._expert_at, self._told_at]
+        tensors += [self._matrix.words, self._report, transport.calls]
+        words += [tensor.data_ptr() for tensor in tensors]
         words += [0] * MAX_RANKS + distant_bits(transport.runtime.reach).tolist()
         self._group = torch.tensor(words, dtype=torch.int64, device=device)
-        self._kernels = (
-            PuttingKernels(wire, device, config.num_sms, self._group, ranks, transport.runtime)
-            if self._has_distant
-            else Kernels(wire, device, config.num_sms, self._group)
-        )
+        self._kernels = self._load_kernels(config)
         self._in_use: dict[int, SymmetricBucket] = {}
         self._outgrown: list[SymmetricBucket] = []  # whose addresses graphs hold
 
-    # ---- memory --------------------------------------------------------------------------------
+    # ---- what another layout does otherwise ----------------------------------------------------
 
-    def allocate(self, capacity: int) -> BucketMemory:
-        """Describe a bucket and see that there is room; :meth:`connect` takes it."""
-        bucket = SymmetricBucket(
+    def _load_kernels(self, config: DispatchConfig) -> Kernels:
+        device, ranks = self.transport.device, self.transport.world_size
+        if not self._has_distant:
+            return Kernels(self.wire, device, config.num_sms, self._group)
+        return PuttingKernels(
+            self.wire, device, config.num_sms, self._group, ranks, self.transport.runtime
+        )
+
+    def _told(self, experts: Tensor) -> Tensor:
+        """int32 [R, n]: experts of which a record tells each rank, from those of each rank."""
+        return experts
+
+    def _way_words(self, num_tokens: int, top_k: int) -> int:
+        return way_words(num_tokens, self._num_experts, self.transport.world_size, top_k)
+
+    def _new_bucket(self, capacity: int) -> SymmetricBucket:
+        return SymmetricBucket(
             capacity,
             self.wire,
             self.transport.device,
             self._num_local,
             has_outbox=self._has_distant,
         )
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def allocate(self, capacity: int) -> BucketMemory:
+        """Describe a bucket and see that there is room; :meth:`connect` takes it."""
+        bucket = self._new_bucket(capacity)
         need = bucket.num_bytes + (0 if self._control else self._control_bytes)
         if need:
             self.transport.runtime.require_room(need)
@@ -257,8 +275,7 @@ class NvshmemMover(Mover):
         return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
 
     def _new_way(self, topk_idx: Tensor) -> Tensor:
-        num_tokens, top_k = topk_idx.shape
-        words = way_words(num_tokens, self._num_experts, self.transport.world_size, top_k)
+        words = self._way_words(*topk_idx.shape)
         return torch.empty(words, dtype=torch.int64, device=self.transport.device)
 
     def outbox_rows(self, plan: SlotPlan) -> list[int]:

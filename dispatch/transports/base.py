@@ -40,6 +40,7 @@ class Transport(ABC):
     Attributes:
         name: As ``connect`` knows it.
         hidden_multiple: What H has to be a multiple of.
+        layouts: Of ``DispatchConfig.layout``, those that it moves.
         rank: This EP rank.
         world_size: R.
         device: Where rows live.
@@ -51,6 +52,7 @@ class Transport(ABC):
 
     name: str
     hidden_multiple = 1
+    layouts: tuple[str, ...] = ("row",)
 
     def __init__(
         self, rank: int, world_size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S

@@ -56,6 +56,7 @@ class NvshmemTransport(Transport):
 
     name = "nvshmem"
     hidden_multiple = 8
+    layouts: tuple[str, ...] = ("row", "expert")
 
     def __init__(
         self, host: Transport, device: torch.device, symmetric_heap: int | None = None
@@ -72,6 +73,8 @@ class NvshmemTransport(Transport):
         torch.cuda.synchronize(self.device)  # NVSHMEM joins the context that torch has made
         self.runtime = Runtime(host, self.device, symmetric_heap)
         self.has_distant = not bool(self.runtime.reach.all())
+        if self.has_distant:
+            self.layouts = ("row",)
         self._processes = gather_processes(host)
         self._reports: dict[int, memoryview] = {}
         self._num_owners = 0

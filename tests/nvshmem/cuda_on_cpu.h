@@ -106,6 +106,7 @@ static inline unsigned __ballot_sync(unsigned, int vote) {
   return all;
 }
 template <class T> static inline T atomicAdd(T* at, T by) { return __atomic_fetch_add(at, by, __ATOMIC_SEQ_CST); }
+template <class T> static inline T atomicOr(T* at, T bits) { return __atomic_fetch_or(at, bits, __ATOMIC_SEQ_CST); }
 template <class T> static inline T atomicExch(T* at, T value) { return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST); }
 template <class T> static inline T atomicMin(T* at, T value) {
   const T old = *at; // fibers of one block only

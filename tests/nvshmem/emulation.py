@@ -58,7 +58,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
     for name, fake in {
         "get_device_properties": lambda _: SimpleNamespace(
-            multi_processor_count=2, shared_memory_per_multiprocessor=227 << 10
+            multi_processor_count=2, shared_memory_per_multiprocessor=227 << 10, major=9, minor=0
         ),
         "synchronize": lambda *_: None,
         "set_device": lambda *_: None,

@@ -16,6 +16,7 @@ from tests.transports.over import leave_out_what_does_not_use
 
 # Its rows are no multiple of 8 elements.
 del test_two_dispatchers_share_a_transport  # noqa: F821
+del test_a_layout_that_the_transport_cannot_do_is_refused  # noqa: F821 - it can
 leave_out_what_does_not_use(globals(), "ranks")
 
 

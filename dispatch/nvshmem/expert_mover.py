@@ -1,0 +1,115 @@
+"""The expert-major layout over NVSHMEM: a sender writes each pair in the group of its expert.
+
+The steps, their launches and their memory are those of :class:`NvshmemMover`; a row is one pair.
+
+route_pairs    ids and weights checked, every pair's place among its expert's
+pairs          records exchanged, places of groups found, each pair written once where it stays
+combine_pairs  results read where they lie, weighted and summed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from crossdock.dispatch.algorithms.base import Algorithm
+from crossdock.dispatch.buckets import BucketMemory
+from crossdock.dispatch.config import DispatchConfig
+from crossdock.dispatch.handle import Handle
+from crossdock.dispatch.nvshmem.bucket import SymmetricBucket
+from crossdock.dispatch.nvshmem.launch import Kernels, PairKernels
+from crossdock.dispatch.nvshmem.layout import pair_way_words
+from crossdock.dispatch.nvshmem.mover import NvshmemMover
+from crossdock.dispatch.rows import ReceivedRows
+from crossdock.dispatch.slots import SlotPlan
+from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+from crossdock.dispatch.wire import WireFormat
+
+__all__ = ["ExpertMover", "ExpertPlan"]
+
+_SOURCE_WORDS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPlan(SlotPlan):
+    """Rows of one step where each is a pair.
+
+    Attributes:
+        num_local_experts: [R] experts of each rank.
+        alignment: Rows of which each expert's first is a multiple.
+    """
+
+    num_local_experts: tuple[int, ...]
+    alignment: int
+
+    @cached_property
+    def received(self) -> list[int]:
+        """[R] rows that hold each rank's pairs, however they fall on its experts."""
+        received: list[int] = self.counts.sum(0).tolist()
+        return [
+            pairs + min(pairs, experts) * (self.alignment - 1)
+            for pairs, experts in zip(received, self.num_local_experts, strict=True)
+        ]
+
+    def pairs_to_hold(self, pairs: list[int]) -> list[int]:
+        """[R] rows as well: experts read them where they lie, those of alignment included."""
+        return self.received
+
+
+class ExpertMover(NvshmemMover):
+    """See the module."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        wire: WireFormat,
+        num_slots: int,
+        transport: NvshmemTransport,
+        config: DispatchConfig,
+    ) -> None:
+        self._alignment = config.expert_alignment
+        placement = algorithm.placement
+        self._num_local_experts = tuple(
+            placement.num_local_experts(rank) for rank in range(placement.ep_size)
+        )
+        super().__init__(algorithm, wire, num_slots, transport, config)
+        self.wire = replace(wire, top_k=1)  # of a row; tokens keep their columns
+
+    def plan(self, rows: npt.NDArray[np.int64]) -> SlotPlan:
+        """Each rank's pairs, with the room that alignment takes."""
+        return ExpertPlan(rows, self._num_local_experts, self._alignment)
+
+    def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
+        """The same rows, and where each expert's begin."""
+        rows = super().receive(memory, handle, debug=debug)
+        assert isinstance(memory, SymmetricBucket)
+        if handle.plan.total == 0:  # no kernel ran
+            memory.offsets.zero_()
+        return replace(rows, layout="expert", offsets=memory.offsets)
+
+    def _load_kernels(self, config: DispatchConfig) -> Kernels:
+        return PairKernels(
+            self.wire, self.transport.device, config.num_sms, self._group, self._alignment
+        )
+
+    def _told(self, experts: Tensor) -> Tensor:
+        """All: places depend on everybody's counts of every expert."""
+        everything = torch.arange(self._num_experts, dtype=torch.int32)
+        return everything.repeat(len(experts), 1)
+
+    def _way_words(self, num_tokens: int, top_k: int) -> int:
+        return pair_way_words(num_tokens, self._num_experts, self.transport.world_size, top_k)
+
+    def _new_bucket(self, capacity: int) -> SymmetricBucket:
+        return SymmetricBucket(
+            capacity,
+            self.wire,
+            self.transport.device,
+            self._num_local,
+            source_words=_SOURCE_WORDS,
+        )
