@@ -162,7 +162,7 @@ class Worker:
     def _input_by_expert(
         self, rows: ReceivedRows, offsets: Tensor, num_pairs: int, regions: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows that are grouped already, as the first GEMM reads them: where they lie, if it can."""
+        """Rows grouped by expert as the first GEMM reads them: where they lie, if it can."""
         hidden = self._padded_hidden
         x, scale = rows.x[:num_pairs], None if rows.scale is None else rows.scale[:num_pairs]
         width = 0 if scale is None else scale.shape[1]

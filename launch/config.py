@@ -198,6 +198,8 @@ def _check_transport(dispatch: DispatchSection, cluster: ClusterSection) -> Iter
         )
     if dispatch.layout == "expert" and transport != "nvshmem":
         yield Problem(("dispatch", "layout"), "expert needs transport nvshmem")
+    if dispatch.layout == "expert" and dispatch.algorithm == "allgather":
+        yield Problem(("dispatch", "layout"), "expert needs algorithm alltoall")
     if dispatch.symmetric_heap is not None and transport != "nvshmem":
         yield Problem(
             ("dispatch", "symmetric_heap"), f"needs transport nvshmem; transport is {transport}"

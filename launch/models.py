@@ -113,7 +113,9 @@ class DispatchSection(_Section):
     bucket: Literal["grow"] | Positive = "grow"
     """Receive bucket: grow by powers of two, or this many rows once and for all."""
     layout: Literal["row", "expert"] = "row"
-    """Rows in source order, or grouped by expert (needs a one-sided transport)."""
+    """Rows in source order, or one a pair, grouped by expert (needs transport nvshmem)."""
+    expert_alignment: Annotated[int, Field(ge=1, le=1024)] = 1
+    """With layout expert: rows of which each expert's first is a multiple."""
     num_sms: Positive | None = None
     """GPU multiprocessors that dispatch and combine may occupy; null: all."""
     timeout_s: Annotated[float, Field(ge=LEAST_TIMEOUT_S, lt=1e6)] = 100.0

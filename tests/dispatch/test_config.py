@@ -42,6 +42,8 @@ def test_it_is_frozen_and_keyword_only():
         ("bucket", "shrink"),
         ("bucket", 2.0),
         ("layout", "column"),
+        ("expert_alignment", 0),
+        ("expert_alignment", 1025),
         ("num_sms", 0),
         ("timeout_s", 0),
         ("timeout_s", -1.0),
