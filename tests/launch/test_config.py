@@ -100,6 +100,7 @@ def test_a_section_that_is_wrong_does_not_hide_a_grid_that_does_not_fit(small):
         ("dispatch.symmetric_heap=8GiB", "needs transport nvshmem; transport is auto"),
         ("dispatch.symmetric_heap=8GB", "such as 8GiB, up to 64TiB is wanted, not 8GB"),
         ("dispatch.layout=expert", "needs transport nvshmem"),
+        ("dispatch.expert_alignment=0", "at least 1"),
         ("moe.top_k=7", "num_experts is 6"),
         ("moe.placement=[0, 1, 2, 3, 4, 0]", "moe.placement[4]: rank 4 does not exist"),
         ("moe.placement=[0, 1]", "2 owners for num_experts 6"),

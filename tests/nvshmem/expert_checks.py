@@ -26,6 +26,7 @@ from crossdock.dispatch.wire import quantize
 from crossdock.experts import ExpertWeights, MoELayer, make_experts
 from crossdock.scratch import WorkspaceManager
 from crossdock.scratch.errors import CapacityError, HandleError, LockedError, RoutingError
+from tests.dispatch import cases, oracle
 from tests.dispatch.cases import Case, send, simple_case
 
 NAN = float("nan")
@@ -207,6 +208,23 @@ def pairs_that_do_not_fit_a_lock_are_refused(transport: Transport) -> None:
             one_step(dispatcher, transport, case, 0)
 
 
+def both_layouts_share_a_transport(transport: Transport) -> None:
+    ranks, rank = transport.world_size, transport.rank
+    pairs = ragged(ranks, seed=5, most=60, steps=3)
+    rows = replace(pairs, config=replace(pairs.config, layout="row"))
+    with pairs.dispatcher(transport, num_slots=2) as a, rows.dispatcher(transport) as b:
+        for step in range(3):
+            pending = a.dispatch_send(*pairs.batch(step, rank).to(transport.device))
+            oracle.check_step(rows, step, rank, cases.one_step(b, transport, rows, step))
+            received, handle = pending.wait()
+            one_step(a, transport, pairs, (step + 1) % 3)
+            check_rows(pairs, step, rank, received)
+            received.y.zero_()
+            home = a.combine_send(received.y, handle)
+            oracle.check_step(rows, step, rank, cases.one_step(b, transport, rows, step))
+            assert not home.wait().any()
+
+
 class PairGraph:
     """A captured step whose experts give every pair back as it came, all weights 1."""
 
@@ -344,5 +362,6 @@ CHECKS: list[Callable[[Transport], None]] = [
     the_way_of_pairs_is_taken_again,
     pairs_of_bad_input_are_refused_everywhere,
     pairs_that_do_not_fit_a_lock_are_refused,
+    both_layouts_share_a_transport,
 ]
 CAPTURED = [graphs_of_pairs_refuse_and_replay, both_layouts_give_the_same_bits]

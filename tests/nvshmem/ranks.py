@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from crossdock.scratch.errors import (
 )
 from tests.dispatch.cases import Case, all_steps, one_step, send, simple_case
 from tests.dispatch.oracle import check_step, expected_rows
+from tests.nvshmem import expert_checks
 
 CUDA = torch.device("cuda", 0)
 
@@ -623,6 +625,16 @@ def a_rank_that_never_comes_is_named(transport: Transport) -> None:
     dispatcher.close()
 
 
+def with_graphs(
+    check: Callable[[Transport, Callable[[Callable[[], None]], Callable[[], None]]], None],
+) -> Callable[[Transport], None]:
+    @wraps(check)
+    def run(transport: Transport) -> None:
+        check(transport, record)
+
+    return run
+
+
 CHECKS = [
     rows_and_sums_are_exact,
     fp8_is_the_quantiser_s_bits,
@@ -644,6 +656,8 @@ CHECKS = [
     a_graph_refuses_what_does_not_fit,
     a_late_rank_changes_nothing,
     two_thousand_steps_are_right,
+    *expert_checks.CHECKS,
+    *map(with_graphs, expert_checks.CAPTURED),
 ]
 LAST = [a_transport_closes_and_opens_again, a_rank_that_never_comes_is_named]
 ALONE = [a_rank_that_misses_an_eager_step_is_named]  # if asked for by name
