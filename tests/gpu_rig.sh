@@ -17,4 +17,6 @@ for puts in all 2; do
 done
 $rig 4 120 -m crossdock.launch.bench.onesided "$out/onesided-4.json" > "$out/bench-4.log" 2>&1 || status=$?
 tail -n 40 "$out/bench-4.log"
+$rig 4 120 -m crossdock.launch.bench.layouts "$out/layouts-4.json" > "$out/layouts-4.log" 2>&1 || status=$?
+tail -n 10 "$out/layouts-4.log"
 exit $status
