@@ -656,9 +656,8 @@ CHECKS = [
     a_graph_refuses_what_does_not_fit,
     a_late_rank_changes_nothing,
     two_thousand_steps_are_right,
-    *expert_checks.CHECKS,
-    *map(with_graphs, expert_checks.CAPTURED),
 ]
+PAIRS = [*expert_checks.CHECKS, *map(with_graphs, expert_checks.CAPTURED)]  # not if distant
 LAST = [a_transport_closes_and_opens_again, a_rank_that_never_comes_is_named]
 ALONE = [a_rank_that_misses_an_eager_step_is_named]  # if asked for by name
 
@@ -678,7 +677,8 @@ def main() -> int:
     transport = connect("nvshmem", device=CUDA, timeout_s=15.0)
     say(f"connected in {time.monotonic() - began:.1f} s")
     # A failure ends the checks of ranks that wait for each other, so two of them begin at the end.
-    checks = (CHECKS[::-1] if ranks == 2 else CHECKS) + LAST
+    checks = CHECKS if transport.has_distant else CHECKS + PAIRS
+    checks = (checks[::-1] if ranks == 2 else checks) + LAST
     if wanted:
         checks = [check for check in checks + ALONE if check.__name__ in wanted]
     for check in checks:

@@ -10,6 +10,7 @@ from crossdock.dispatch.nvshmem.layout import MAX_RANKS, control_stand_in, dista
 from crossdock.dispatch.nvshmem.runtime import pretended_reach
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.scratch.errors import ConfigError
+from tests.nvshmem import expert_checks
 from tests.nvshmem import ranks as checks
 from tests.nvshmem.emulation import emulate, record_by_repeating
 from tests.nvshmem.test_emulated import few_shapes_are_exact, folder  # noqa: F401
@@ -51,6 +52,18 @@ def test_distant_ranks(monkeypatch, folder, world_size, puts, check):  # noqa: F
     emulate(monkeypatch, folder)
     monkeypatch.setattr(checks, "record", record_by_repeating)
     run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+
+
+def test_pairs_grouped_by_expert_are_refused(monkeypatch, folder):  # noqa: F811
+    monkeypatch.setenv("CROSSDOCK_NVSHMEM_PUTS", "2")
+    emulate(monkeypatch, folder)
+
+    def construct(host):
+        transport = NvshmemTransport(host, torch.device("cpu"))
+        with pytest.raises(ConfigError, match=r"layout = 'expert'.*addresses"):
+            expert_checks.ragged(4).dispatcher(transport)
+
+    run_local(4, construct)
 
 
 @pytest.mark.parametrize(
