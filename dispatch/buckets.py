@@ -24,7 +24,9 @@ class BucketMemory:
 
     Attributes:
         capacity: C, rows.
-        raw: uint8 [C, row_bytes], rows as they came.
+        raw: uint8 [C, row_bytes], rows as they came; nothing where their parts lie apart.
+        x: [C, H] payload.
+        scale: fp32 [C, ceil(H / 128)], or None.
         topk_idx: int64 [C, K], -1 past the valid rows.
         topk_weights: fp32 [C, K].
         source: int64 [C, 2], (rank, token).
@@ -33,30 +35,17 @@ class BucketMemory:
         capacity: C.
         wire: Format of the rows.
         device: Where rows live.
-        raw: Memory for the rows, where it is not for this bucket to take.
-        metadata: Memory for ids, weights and source, likewise.
-        y: Memory for results, likewise.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        wire: WireFormat,
-        device: torch.device,
-        *,
-        raw: Tensor | None = None,
-        metadata: tuple[Tensor, Tensor, Tensor] | None = None,
-        y: Tensor | None = None,
-    ) -> None:
+    def __init__(self, capacity: int, wire: WireFormat, device: torch.device) -> None:
         self.capacity = capacity
         self._wire = wire
-        self.raw = wire.allocate(capacity, device) if raw is None else raw
-        self.topk_idx, self.topk_weights, self.source = metadata or (
-            torch.empty(capacity, wire.top_k, dtype=torch.int64, device=device),
-            torch.empty(capacity, wire.top_k, dtype=torch.float32, device=device),
-            torch.empty(capacity, 2, dtype=torch.int64, device=device),
-        )
-        self._y = y
+        self.raw = wire.allocate(capacity, device)
+        self.x, self.scale = wire.payload(self.raw), wire.scale(self.raw)
+        self.topk_idx = torch.empty(capacity, wire.top_k, dtype=torch.int64, device=device)
+        self.topk_weights = torch.empty(capacity, wire.top_k, dtype=torch.float32, device=device)
+        self.source = torch.empty(capacity, 2, dtype=torch.int64, device=device)
+        self._y: Tensor | None = None
 
     def y(self) -> Tensor:
         """[C, H] in the model's dtype, taken on first use."""
@@ -70,7 +59,9 @@ class BucketMemory:
 
     def poison(self, num_rows: int) -> None:
         """NaN in all that holds no row."""
-        self.raw[num_rows:].fill_(_NAN_BYTE)
+        self.x[num_rows:].view(torch.uint8).fill_(_NAN_BYTE)
+        if self.scale is not None:
+            self.scale[num_rows:].fill_(float("nan"))
         self.topk_weights[num_rows:].fill_(float("nan"))
         self.y().fill_(float("nan"))
 

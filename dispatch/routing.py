@@ -64,12 +64,14 @@ class RouteTable:
             topk_idx: int64 [T, K], ids in [-1, E).
             topk_weights: fp32 [T, K].
         """
-        owner = self._owner[topk_idx]
+        # Unlike indexing, take reads single numbers without setting up rows of them.
+        owner = torch.take(self._owner, topk_idx)
         wanted = self._wanted(owner)
-        destination, tokens = wanted.t().nonzero().unbind(1)
+        destination, tokens = wanted.nonzero().unbind(1)
+        tokens = tokens.contiguous()
         # Masks as bits: all ones where an expert lives elsewhere. Ids become -1, weights 0.0.
         elsewhere = owner.index_select(0, tokens).ne(destination.int()[:, None]).int().neg_()
-        ids = self._local_id[topk_idx].index_select(0, tokens)
+        ids = torch.take(self._local_id, topk_idx).index_select(0, tokens)
         weights = topk_weights.index_select(0, tokens)
         ids.bitwise_or_(elsewhere)
         weights.view(torch.int32).bitwise_and_(elsewhere.bitwise_not_())
@@ -78,22 +80,22 @@ class RouteTable:
             ids=ids,
             weights=weights,
             tokens=tokens,
-            rows=wanted.sum(0).cpu(),
+            rows=wanted.sum(1).cpu(),
             pairs=self._count(owner),
         )
 
     def count_pairs(self, topk_idx: Tensor) -> Tensor:
         """int64 [R] on the CPU: (token, expert) pairs that each rank owns."""
-        return self._count(self._owner[topk_idx])
+        return self._count(torch.take(self._owner, topk_idx))
 
     def count_rows(self, topk_idx: Tensor) -> Tensor:
         """int64 [R] on the CPU: tokens that want each rank."""
-        return self._wanted(self._owner[topk_idx]).sum(0).cpu()
+        return self._wanted(torch.take(self._owner, topk_idx)).sum(1).cpu()
 
     def _wanted(self, owner: Tensor) -> Tensor:
-        """Bool [T, R]: whether a token wants a rank, from the owners [T, K] of its experts."""
-        wanted = torch.zeros(len(owner), self.ep_size + 1, dtype=torch.bool, device=owner.device)
-        return wanted.scatter_(1, owner.long(), True)[:, : self.ep_size]
+        """Bool [R, T]: whether a token wants a rank, from the owners [T, K] of its experts."""
+        wanted = torch.zeros(self.ep_size + 1, len(owner), dtype=torch.bool, device=owner.device)
+        return wanted.scatter_(0, owner.t().long(), True)[: self.ep_size]
 
     def _count(self, owner: Tensor) -> Tensor:
         return torch.bincount(owner.flatten(), minlength=self.ep_size + 1)[: self.ep_size].cpu()
@@ -105,16 +107,19 @@ def find_problem(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Pr
     An id must be in [-1, E) and stand once in its token; the weight of a real expert must be
     finite.
     """
-    outside = (topk_idx >= num_experts) | (topk_idx < -1)
-    if outside.any():
-        token, k = _first(outside)
+    if topk_idx.numel() == 0:
+        return None
+    least, most = torch.aminmax(topk_idx)
+    if (least < -1) | (most >= num_experts):
+        token, k = _first((topk_idx >= num_experts) | (topk_idx < -1))
         return Problem(
             ProblemKind.ROUTING,
             f"topk_idx[{token}, {k}] = {int(topk_idx[token, k])}: expert ids are 0 to "
             f"{num_experts - 1}, or -1 for none",
         )
-    ordered = topk_idx.sort(dim=1).values
-    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    ordered = topk_idx.int().sort(dim=1).values
+    repeated = ordered[:, 1:] == ordered[:, :-1]
+    repeated &= ordered[:, 1:] >= 0
     if repeated.any():
         token, k = _first(repeated)
         return Problem(
@@ -122,14 +127,16 @@ def find_problem(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Pr
             f"topk_idx[{token}] names expert {int(ordered[token, k])} more than once: "
             "add up its weights and put -1 in the other places",
         )
-    bad = ~topk_weights.isfinite() & (topk_idx >= 0)
-    if bad.any():
-        token, k = _first(bad)
-        return Problem(
-            ProblemKind.ROUTING,
-            f"topk_weights[{token}, {k}] = {float(topk_weights[token, k])} for expert "
-            f"{int(topk_idx[token, k])}: weights must be finite",
-        )
+    # The extremes are finite only if all are; but the weight of no expert may be anything.
+    if not torch.stack(torch.aminmax(topk_weights)).isfinite().all():
+        bad = ~topk_weights.isfinite() & (topk_idx >= 0)
+        if bad.any():
+            token, k = _first(bad)
+            return Problem(
+                ProblemKind.ROUTING,
+                f"topk_weights[{token}, {k}] = {float(topk_weights[token, k])} for expert "
+                f"{int(topk_idx[token, k])}: weights must be finite",
+            )
     return None
 
 

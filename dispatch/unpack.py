@@ -54,8 +54,8 @@ def describe(
     if debug:
         memory.poison(num_rows)
     return ReceivedRows(
-        x=wire.payload(memory.raw),
-        scale=wire.scale(memory.raw),
+        x=memory.x,
+        scale=memory.scale,
         topk_idx=memory.topk_idx,
         topk_weights=memory.topk_weights,
         num_rows=num_rows,

@@ -11,13 +11,16 @@ model's dtype and there is no scale.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["FP8", "FP8_BLOCK", "WireFormat", "dequantize", "quantize"]
+from crossdock.dispatch.blocks import token_blocks
+
+__all__ = ["FP8", "FP8_BLOCK", "WireFormat", "dequantize", "gather_rows", "num_blocks", "quantize"]
 
 FP8 = torch.float8_e4m3fn
 FP8_BLOCK = 128
@@ -61,6 +64,25 @@ def dequantize(payload: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     hidden = payload.shape[1]
     factors = scale.repeat_interleave(FP8_BLOCK, dim=1)[:, :hidden]
     return (payload.float() * factors).to(dtype)
+
+
+def gather_rows(source: Tensor, tokens: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Copy rows of one source to several places.
+
+    On the CPU a block of tokens at a time, so that a row comes from memory once, however many
+    places want it.
+
+    Args:
+        source: [T, W].
+        tokens: int64 [n] for each place, token of each row; ascending.
+        outs: [n, W] for each place, in the source's dtype.
+    """
+    if source.dtype == FP8:  # index_select does not know it
+        source, outs = source.view(torch.uint8), [out.view(torch.uint8) for out in outs]
+    row_bytes = source.shape[1] * source.itemsize
+    for _, _, cuts in token_blocks(len(source), row_bytes, tokens, source.device):
+        for out, index, cut in zip(outs, tokens, cuts, strict=True):
+            torch.index_select(source, 0, index[cut], out=out[cut])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,27 +151,6 @@ class WireFormat:
         """Payload [T, H] and scales fp32 [T, ceil(H / 128)], or None, of tokens [T, H]."""
         return quantize(x) if self.fp8 else (x, None)
 
-    def write_payload(
-        self, buffer: Tensor, payload: Tensor, scale: Tensor | None, tokens: Tensor
-    ) -> None:
-        """Write the payload and scales of the given tokens' rows.
-
-        Args:
-            buffer: uint8 [n, row_bytes].
-            payload: [T, H], as :meth:`encode` gives it.
-            scale: fp32 [T, ceil(H / 128)], likewise.
-            tokens: int64 [n], token of each row.
-        """
-        if scale is not None:
-            scales = self.scale(buffer)
-            assert scales is not None
-            torch.index_select(scale, 0, tokens, out=scales)
-            # Bytes, because index_select does not know fp8.
-            payload = payload.view(torch.uint8)
-            torch.index_select(payload, 0, tokens, out=buffer[:, : self.hidden])
-        else:
-            torch.index_select(payload, 0, tokens, out=self.payload(buffer))
-
     def pack(self, buffer: Tensor, x: Tensor, ids: Tensor, weights: Tensor, tokens: Tensor) -> None:
         """Write rows of the given tokens, ready to send.
 
@@ -160,7 +161,12 @@ class WireFormat:
             weights: fp32 [n, K] weights of each row.
             tokens: int64 [n], token of each row.
         """
-        self.write_payload(buffer, *self.encode(x), tokens)
+        payload, scale = self.encode(x)
+        gather_rows(payload, [tokens], [self.payload(buffer)])
+        if scale is not None:
+            scales = self.scale(buffer)
+            assert scales is not None
+            gather_rows(scale, [tokens], [scales])
         self.ids(buffer).copy_(ids)
         self.weights(buffer).copy_(weights)
         self.token(buffer).copy_(tokens)

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.blocks import token_blocks
 from crossdock.dispatch.placement import ExpertPlacement
 from crossdock.dispatch.routing import Routing
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.transports.base import Transport, Work
 
 __all__ = ["Algorithm", "ordered_sum"]
-
-_BLOCK_BYTES = 1 << 20  # of fp32 sums: about what a core's own cache holds
 
 
 class Algorithm(ABC):
@@ -68,21 +67,15 @@ def ordered_sum(parts: Sequence[Tensor], tokens: Sequence[Tensor], out: Tensor) 
         out: [T, H], overwritten; exactly 0 for a token with no rows.
     """
     num_tokens, hidden = out.shape
-    block = max(1, _BLOCK_BYTES // (4 * hidden)) if out.device.type == "cpu" else num_tokens
-    total = out.new_empty(min(block, num_tokens), hidden, dtype=torch.float32)
-    starts = range(0, num_tokens, max(block, 1))
-    if len(starts) > 1:
-        edges = torch.tensor([*starts, num_tokens])
-        cuts = [torch.searchsorted(index, edges).tolist() for index in tokens]
-    else:
-        cuts = [[0, len(index)] for index in tokens]
-    for i, start in enumerate(starts):
-        rows = total[: num_tokens - start].zero_()
+    total = None
+    for start, end, cuts in token_blocks(num_tokens, 4 * hidden, tokens, out.device):
+        if total is None:  # the first block is the largest
+            total = out.new_empty(end - start, hidden, dtype=torch.float32)
+        sums = total[: end - start].zero_()
         for part, index, cut in zip(parts, tokens, cuts, strict=True):
-            here = slice(cut[i], cut[i + 1])
-            if cut[i] < cut[i + 1]:
-                rows.index_add_(0, index[here] - start, part[here].float())
-        out[start : start + block].copy_(rows)
+            if cut.start < cut.stop:
+                sums.index_add_(0, index[cut] - start, part[cut].float())
+        out[start:end].copy_(sums)
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from crossdock.dispatch.routing import Counts, Routing
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.transports.base import Work
 from crossdock.dispatch.unpack import describe
-from crossdock.dispatch.wire import WireFormat
+from crossdock.dispatch.wire import WireFormat, gather_rows, num_blocks
 
 __all__ = ["OneSidedMover"]
 
-_ALIGN = 64
+_PART_ALIGN = 64  # a cache line
+_ROW_ALIGN = 16  # what experts may count on
 
 
 @dataclass(frozen=True)
@@ -29,61 +31,78 @@ class _Bucket:
     """Some rank's bucket, as this rank reaches it; the parts lie one after the other.
 
     Attributes:
-        raw: uint8 [C, row_bytes].
+        x: [C, H] payload, in rows of a multiple of 16 bytes.
         y: [C, H] in the model's dtype.
         topk_idx: int64 [C, K].
         topk_weights: fp32 [C, K].
         source: int64 [C, 2].
+        scale: fp32 [C, ceil(H / 128)], if the wire is fp8.
     """
 
-    raw: Tensor
+    x: Tensor
     y: Tensor
     topk_idx: Tensor
     topk_weights: Tensor
     source: Tensor
+    scale: Tensor | None = None
 
     @staticmethod
     def num_bytes(capacity: int, wire: WireFormat) -> int:
         """Size of a bucket's shared memory."""
-        return sum(num_bytes for num_bytes, _, _ in _parts(capacity, wire))
+        return sum(_round_up(capacity * part.row_bytes, _PART_ALIGN) for part in _parts(wire))
 
     @classmethod
     def of(cls, buffer: Tensor, capacity: int, wire: WireFormat) -> _Bucket:
         """The bucket in uint8 [num_bytes]."""
         tensors, begin = [], 0
-        for num_bytes, dtype, width in _parts(capacity, wire):
-            part = buffer[begin : begin + capacity * width * dtype.itemsize]
-            tensors.append(part.view(dtype).view(capacity, width))
-            begin += num_bytes
+        for part in _parts(wire):
+            rows = buffer[begin : begin + capacity * part.row_bytes].view(capacity, part.row_bytes)
+            tensors.append(rows.view(part.dtype)[:, : part.width])
+            begin += _round_up(capacity * part.row_bytes, _PART_ALIGN)
         return cls(*tensors)
 
 
-def _parts(capacity: int, wire: WireFormat) -> Iterator[tuple[int, torch.dtype, int]]:
-    """Of each part of a bucket: bytes, rounded up to whole cache lines, dtype and width."""
-    for dtype, width in (
-        (torch.uint8, wire.row_bytes),
-        (wire.dtype, wire.hidden),
-        (torch.int64, wire.top_k),
-        (torch.float32, wire.top_k),
-        (torch.int64, 2),
-    ):
-        yield -(-capacity * width * dtype.itemsize // _ALIGN) * _ALIGN, dtype, width
+class _Part(NamedTuple):
+    """A part of a bucket: elements of a row, and bytes from one row to the next."""
+
+    dtype: torch.dtype
+    width: int
+    row_bytes: int
+
+    @classmethod
+    def dense(cls, dtype: torch.dtype, width: int) -> _Part:
+        """Nothing between rows."""
+        return cls(dtype, width, width * dtype.itemsize)
+
+
+def _parts(wire: WireFormat) -> Iterator[_Part]:
+    """In the order of :class:`_Bucket`."""
+    payload_bytes = wire.hidden * wire.payload_dtype.itemsize
+    yield _Part(wire.payload_dtype, wire.hidden, _round_up(payload_bytes, _ROW_ALIGN))
+    yield _Part.dense(wire.dtype, wire.hidden)
+    yield _Part.dense(torch.int64, wire.top_k)
+    yield _Part.dense(torch.float32, wire.top_k)
+    yield _Part.dense(torch.int64, 2)
+    if wire.fp8:
+        yield _Part.dense(torch.float32, num_blocks(wire.hidden))
+
+
+def _round_up(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
 
 
 class _SharedBucketMemory(BucketMemory):
     """A bucket that all ranks reach, metadata and all. ``y`` is there from the start."""
 
     def __init__(self, capacity: int, wire: WireFormat, transport: OneSidedTransport) -> None:
+        super().__init__(0, wire, transport.device)
+        self.capacity = capacity
         self.shared: SharedMemory = transport.allocate(_Bucket.num_bytes(capacity, wire))
         bucket = _Bucket.of(self.shared.buffer, capacity, wire)
-        super().__init__(
-            capacity,
-            wire,
-            transport.device,
-            raw=bucket.raw,
-            metadata=(bucket.topk_idx, bucket.topk_weights, bucket.source),
-            y=bucket.y,
-        )
+        self.x, self.scale = bucket.x, bucket.scale
+        self.topk_idx, self.topk_weights = bucket.topk_idx, bucket.topk_weights
+        self.source = bucket.source
+        self._y = bucket.y
         self.connected = False
 
 
@@ -150,20 +169,26 @@ class OneSidedMover(PackedMover):
         counts = plan.send_rows(rank)
         # Where every rank gets every row, one set of ids and weights serves them all.
         once = len(routing.packed) != sum(counts)
+        tokens, payloads, scales = [], [], []
         begin = 0
         for peer, count in enumerate(counts):
             self.transport.bytes_to[peer] += count * self.wire.row_bytes
             if count:
                 rows = slice(0, count) if once else slice(begin, begin + count)
                 places = slice(first[peer], first[peer] + count)
-                tokens = routing.packed[rows]
                 bucket = self._buckets[peer, handle.slots[peer]]
-                self.wire.write_payload(bucket.raw[places], load.rows, load.extra, tokens)
+                tokens.append(routing.packed[rows])
+                payloads.append(bucket.x[places])
+                if bucket.scale is not None:
+                    scales.append(bucket.scale[places])
                 bucket.topk_idx[places] = routing.ids[rows]
                 bucket.topk_weights[places] = routing.weights[rows]
                 bucket.source[places, 0] = rank
-                bucket.source[places, 1] = tokens
+                bucket.source[places, 1] = routing.packed[rows]
                 begin += count
+        gather_rows(load.rows, tokens, payloads)
+        if load.extra is not None:
+            gather_rows(load.extra, tokens, scales)
         return _Arrival(
             self.transport,
             [peer for peer, n in enumerate(plan.recv_rows(rank)) if n],
