@@ -55,7 +55,7 @@ from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.settings import compare_settings, settings_of
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.topology import Topology
-from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.transports.base import Transport, in_words
 from crossdock.dispatch.wire import WireFormat
 from crossdock.scratch.errors import LockedError, RankTimeout
 
@@ -385,10 +385,7 @@ class Dispatcher:
         Args:
             error: What happened; its type and text are what peers see.
         """
-        try:
-            text = f"{type(error).__name__}: {error}"
-        except Exception:  # its __str__ fails too: peers must hear of it all the same
-            text = type(error).__name__
+        text = in_words(error)
         try:
             self._end(Operation.ABORT, Problem(ProblemKind.FAILED, text))
         except RankTimeout:
@@ -540,11 +537,13 @@ class Dispatcher:
         # All ranks know the total, so a step that moves nothing needs no exchange of rows.
         work = None
         if handle.plan.total:
-            work = self._mover.send(load, handle, memory, staged=staged)
+            with self.transport.moving():
+                work = self._mover.send(load, handle, memory, staged=staged)
 
         def finish() -> tuple[ReceivedRows, Handle]:
             if work is not None:
-                work.wait()
+                with self.transport.moving():
+                    work.wait()
             return self._mover.receive(memory, handle, debug=self.config.debug), handle
 
         return finish
@@ -554,14 +553,16 @@ class Dispatcher:
     ) -> Callable[[], Tensor]:
         finish_sum = None
         if handle.plan.total:
-            finish_sum = self._mover.send_back(load, handle, out, staged=staged)
+            with self.transport.moving():
+                finish_sum = self._mover.send_back(load, handle, out, staged=staged)
         assert handle.slot is not None
         slot = self._slots[handle.slot]
         handle.slot = None  # used up from here on; the slot itself is free when results are home
 
         def finish() -> Tensor:
             if finish_sum is not None:
-                finish_sum()
+                with self.transport.moving():
+                    finish_sum()
             else:
                 out.zero_()
             slot.handle = None

@@ -150,7 +150,8 @@ class Partition:
             recv_rows[rank] = len(index)
             places.append(index)
         received = torch.empty(sum(recv_rows), row_bytes, dtype=torch.uint8, device=out.device)
-        transport.all_to_all(torch.cat(parts), send_rows, received, recv_rows).wait()
+        with transport.moving():
+            transport.all_to_all(torch.cat(parts), send_rows, received, recv_rows).wait()
         attention = out.new_empty(self.num_attention_tokens, *out.shape[1:])
         by_row = attention.view(self.num_attention_tokens, width).view(torch.uint8)
         by_row.index_copy_(0, torch.cat(places).to(out.device), received)

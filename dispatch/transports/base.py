@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from crossdock.dispatch.agreement import Ledger
-from crossdock.scratch.errors import RankTimeout
+from crossdock.scratch.errors import CrossdockError, PeerFailed, RankTimeout
 
-__all__ = ["Done", "Transport", "Work"]
+__all__ = ["FAILED", "Done", "Transport", "Work", "in_words"]
 
 DEFAULT_TIMEOUT_S = 100.0
+FAILED = "failed"  # what is said of a rank that told the others that it failed begins with this
+_SAID_CHARS = 240  # fits wherever ranks tell each other
+
+
+def in_words(error: BaseException) -> str:
+    """Type and text of an exception, or the type alone where its ``__str__`` fails too."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:
+        return name
 
 
 class Work(Protocol):
@@ -141,8 +154,8 @@ class Transport(ABC):
         if self.ledger.broken is not None:
             raise self.ledger.broken.with_traceback(None)
 
-    def break_with(self, missing: dict[int, str], during: str) -> RankTimeout:
-        """Mark the transport as broken by ranks that did not answer.
+    def break_with(self, missing: dict[int, str], during: str) -> CrossdockError:
+        """Mark the transport as broken by ranks that did not answer, or said that they failed.
 
         Args:
             missing: Rank -> what is known of it.
@@ -151,12 +164,38 @@ class Transport(ABC):
         Returns:
             The error to raise, now and in every later call.
         """
-        said = "; ".join(f"rank {rank} {state}" for rank, state in sorted(missing.items()))
-        error = RankTimeout(
-            f"{said or 'a rank did not answer'}, while rank {self.rank} waited in {during} "
+        ranks = tuple(sorted(missing))
+        failed = any(state.startswith(FAILED) for state in missing.values())
+        said = "; ".join(f"rank {rank} {missing[rank]}" for rank in ranks)
+        error = (PeerFailed if failed else RankTimeout)(
+            f"{said or 'a rank did not answer'}, while rank {self.rank} was in {during} "
             f"(exchange {self.ledger.sequence}, timeout_s {self.timeout_s:g}). The transport is "
             "broken: end this process and start the job again",
-            ranks=tuple(sorted(missing)),
+            ranks=ranks,
         )
         self.ledger.broken = error
         return error
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """What this rank does while others count on its rows: if it fails, they hear of it at once.
+
+        There is no next exchange then in which to say so. An error that all ranks raise, or that
+        broke the transport already, is nothing to tell.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.ledger.broken is None and not getattr(error, "agreed", False):
+                said = f"{FAILED}: {in_words(error)}"[:_SAID_CHARS]
+                self.break_with({self.rank: said}, "the middle of a step")
+                self.tell_failure(said)
+            raise
+
+    @abstractmethod
+    def tell_failure(self, said: str) -> None:
+        """End the other ranks' wait for this one, which failed. Never waits for them.
+
+        Args:
+            said: What they raise ``PeerFailed`` with.
+        """

@@ -14,11 +14,11 @@ import socket
 import torch
 from torch import Tensor
 
-from crossdock.dispatch.transports.base import Transport, Work
+from crossdock.dispatch.transports.base import FAILED, Transport, Work
 from crossdock.dispatch.transports.mpi import MpiTransport
 from crossdock.dispatch.transports.process_group import ProcessGroupTransport
 from crossdock.dispatch.transports.watch import grace_of
-from crossdock.scratch.errors import ConfigError, RankTimeout
+from crossdock.scratch.errors import ConfigError, CrossdockError, PeerFailed, RankTimeout
 
 __all__ = ["HierarchicalTransport", "find_nodes", "node_blocks"]
 
@@ -78,7 +78,7 @@ class HierarchicalTransport(Transport):
         """What each node's rank of this local index says: int64 [N] from each, [N, N] in all."""
         try:
             return self.outer.exchange(rows)
-        except RankTimeout as error:
+        except (RankTimeout, PeerFailed) as error:
             raise self._lost("the exchange of counts across nodes") from error
 
     def _exchange(self, record: Tensor) -> Tensor:
@@ -117,12 +117,25 @@ class HierarchicalTransport(Transport):
             self.bytes_to[peer] += rows * send.shape[1]
         try:
             level.all_to_all(send, send_rows, recv, recv_rows).wait()
-        except RankTimeout as error:
+        except (RankTimeout, PeerFailed) as error:
             where = "within the node" if level is self.inner else "across nodes"
             raise self._lost(f"the exchange of rows {where}") from error
 
-    def _lost(self, during: str) -> RankTimeout:
-        return self.flat.declare_lost(during)
+    def tell_failure(self, said: str) -> None:
+        """On all three: a rank may wait on any."""
+        self.flat.tell_failure(said)
+        self._leave_levels(said)
+
+    def _lost(self, during: str) -> CrossdockError:
+        error = self.flat.declare_lost(during)
+        if isinstance(error, PeerFailed):
+            # Ranks that share no level with the one that failed wait for this one.
+            self._leave_levels(f"{FAILED}: {error}")
+        return error
+
+    def _leave_levels(self, said: str) -> None:
+        self.inner.tell_failure(said)
+        self.outer.tell_failure(said)
 
 
 def find_nodes(flat: Transport) -> list[list[int]]:

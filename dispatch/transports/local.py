@@ -12,7 +12,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from crossdock.dispatch.transports.base import DEFAULT_TIMEOUT_S, Done, Transport, Work
+from crossdock.dispatch.transports.base import (
+    DEFAULT_TIMEOUT_S,
+    FAILED,
+    Done,
+    Transport,
+    Work,
+)
 from crossdock.scratch.errors import ConfigError, PeerFailed, RankTimeout
 
 __all__ = ["LocalTransport", "run_local"]
@@ -50,7 +56,10 @@ class _Meeting:
                 self.condition.notify_all()
             while not all(done > current for done in self.rounds):
                 missing = [r for r in range(self.world_size) if self.rounds[r] <= current]
-                gone = {r: self.left[r] for r in missing if r in self.left}
+                gone = {r: how for r, how in self.left.items() if r in missing}
+                failed = [r for r, how in gone.items() if how.startswith(FAILED)]
+                if failed:  # the first; the others may have failed because of it
+                    return {failed[0]: gone[failed[0]]}
                 if gone:
                     return gone
                 remaining = deadline - time.monotonic()
@@ -62,7 +71,7 @@ class _Meeting:
 
     def leave(self, rank: int, how: str) -> None:
         with self.condition:
-            self.left[rank] = how
+            self.left.setdefault(rank, how)
             self.condition.notify_all()
 
 
@@ -95,6 +104,10 @@ class LocalTransport(Transport):
         torch.cat(cast("list[Tensor]", offers), out=recv)
         self._meet("the end of the gather of rows")
         return Done()
+
+    def tell_failure(self, said: str) -> None:
+        """Leave, and say why."""
+        self._meeting.leave(self.rank, said)
 
     def close(self) -> None:
         """Leave; a rank that still waits for this one learns it at once."""
@@ -145,7 +158,7 @@ def run_local(
         except BaseException as error:
             with lock:
                 failures.append((rank, error))
-            meeting.leave(rank, f"failed: {type(error).__name__}: {error}")
+            meeting.leave(rank, f"{FAILED}: {type(error).__name__}: {error}")
             return None
         meeting.leave(rank, "returned")
         return result

@@ -25,7 +25,7 @@ from crossdock.dispatch.transports.base import Transport, Work
 from crossdock.dispatch.transports.mpi_library import is_cuda_aware, load_mpi
 from crossdock.dispatch.transports.mpi_notices import MpiNotices
 from crossdock.dispatch.transports.watch import Process, Watch, grace_of, slice_of
-from crossdock.scratch.errors import ConfigError, RankTimeout, TransportUnavailable
+from crossdock.scratch.errors import ConfigError, CrossdockError, TransportUnavailable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,6 +37,7 @@ _ROWS_TAG = 1
 _PROCESS_BYTES = 512
 _BUSY_S = 0.005  # how long to keep the core, yielding it to whoever is ready, before sleeping
 _LONGEST_NAP_S = 0.001
+_FLUSH_S = 0.5
 
 
 class MpiTransport(Transport):
@@ -77,9 +78,8 @@ class MpiTransport(Transport):
         self._comm, serial = self._duplicate(comm)
         self._direct = device.type == "cuda" and is_cuda_aware()
         atexit.register(self._abort_if_broken)
-        self._watch = Watch(
-            MpiNotices(self._mpi, self._comm, serial), self.rank, self._gather_processes()
-        )
+        self._notices = MpiNotices(self._mpi, self._comm, serial)
+        self._watch = Watch(self._notices, self.rank, self._gather_processes())
 
     def _exchange(self, record: Tensor) -> Tensor:
         matrix = torch.empty(self.world_size, len(record), dtype=torch.int64)
@@ -163,14 +163,20 @@ class MpiTransport(Transport):
         self._watch.publish(step)
         return late or self._watch.verdict() is not None or self._watch.has_dead()
 
-    def declare_lost(self, during: str) -> RankTimeout:
+    def tell_failure(self, said: str) -> None:
+        """Send it to all, who look for it while they wait."""
+        assert self._watch is not None
+        self._watch.condemn({self.rank: said})
+        self._notices.flush(_FLUSH_S)
+
+    def declare_lost(self, during: str) -> CrossdockError:
         """Say who is missing, after a wait over other communicators of these ranks was in vain.
 
         All ranks that are there come to this, or to the next exchange.
         """
         return self._lost(self._step + 1, during)
 
-    def _lost(self, step: int, during: str) -> RankTimeout:
+    def _lost(self, step: int, during: str) -> CrossdockError:
         missing = self._watch.find_missing(step, grace_of(self.timeout_s)) if self._watch else {}
         return self.break_with(missing, during)
 

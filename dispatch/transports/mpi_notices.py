@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class MpiNotices:
     def set(self, key: str, value: str) -> None:
         """Know it, and tell all others."""
         self._known[key] = value
-        self._pending = [(r, message) for r, message in self._pending if not r.Test()]
+        self._forget_sent()
         message = json.dumps([self._serial, key, value]).encode()
         for peer in range(self._comm.Get_size()):
             if peer != self._comm.Get_rank():
@@ -56,6 +57,16 @@ class MpiNotices:
         self._receive()
         if self._known.get(key, "") == expected:
             self.set(key, desired)
+
+    def flush(self, seconds: float) -> None:
+        """Let MPI send what it has not sent yet, for a while at most."""
+        deadline = time.monotonic() + seconds
+        while self._pending and time.monotonic() < deadline:
+            self._forget_sent()
+            time.sleep(0.001)
+
+    def _forget_sent(self) -> None:
+        self._pending = [(r, message) for r, message in self._pending if not r.Test()]
 
     def _receive(self) -> None:
         status = self._mpi.Status()

@@ -27,7 +27,12 @@ from crossdock.dispatch.nvshmem.layout import (
 from crossdock.dispatch.nvshmem.runtime import Runtime, Symmetric
 from crossdock.dispatch.transports.base import Done, Transport, Work
 from crossdock.dispatch.transports.watch import gather_processes
-from crossdock.scratch.errors import CapacityError, RankTimeout, TransportUnavailable
+from crossdock.scratch.errors import (
+    CapacityError,
+    CrossdockError,
+    RankTimeout,
+    TransportUnavailable,
+)
 
 __all__ = ["NvshmemTransport"]
 
@@ -137,9 +142,13 @@ class NvshmemTransport(Transport):
         if dead:
             raise self._lost(dead, during)
 
-    def _lost(self, ranks: list[int], during: str) -> RankTimeout:
+    def _lost(self, ranks: list[int], during: str) -> CrossdockError:
         states = {rank: self._processes[rank].trouble() or "did not arrive" for rank in ranks}
         return self.break_with(states, during)
+
+    def tell_failure(self, said: str) -> None:
+        """Between hosts, where all ranks look."""
+        self._host.tell_failure(said)
 
     def close(self) -> None:
         """Give back all memory and stop NVSHMEM, all ranks together; only leave if one is lost."""

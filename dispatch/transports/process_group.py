@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from crossdock.dispatch.transports.base import Transport, Work
 from crossdock.dispatch.transports.watch import Process, Watch, grace_of, slice_of
-from crossdock.scratch.errors import ConfigError, RankTimeout, TransportUnavailable
+from crossdock.scratch.errors import ConfigError, CrossdockError, TransportUnavailable
 
 __all__ = ["ProcessGroupTransport"]
 
@@ -137,14 +137,23 @@ class ProcessGroupTransport(Transport):
         assert work is not None
         return _Waiting(self, work, self._step, during)
 
-    def declare_lost(self, during: str) -> RankTimeout:
+    def tell_failure(self, said: str) -> None:
+        """Write it down, then close the sockets of the group, which ends the others' wait."""
+        self._watch.condemn({self.rank: said})
+        dist.destroy_process_group(self._host)
+        # They are closed with the last reference; the transport is broken, nobody will ask for it.
+        if self._rows is self._host:
+            del self._rows
+        del self._host
+
+    def declare_lost(self, during: str) -> CrossdockError:
         """Say who is missing, after a wait over other groups of these ranks was in vain.
 
         All ranks that are there come to this, or to the next exchange.
         """
         return self._lost(self._step + 1, during)
 
-    def _lost(self, step: int, during: str) -> RankTimeout:
+    def _lost(self, step: int, during: str) -> CrossdockError:
         missing = self._watch.find_missing(step, grace_of(self.timeout_s))
         return self.break_with(missing, during)
 

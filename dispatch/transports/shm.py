@@ -73,6 +73,10 @@ class ShmTransport(OneSidedTransport):
         self._swap(send, [0] * self.world_size, recv, rows)
         return Done()
 
+    def tell_failure(self, said: str) -> None:
+        """Write it down, and wake all that wait for this rank."""
+        self._signals.condemn_self(said)
+
     def close(self) -> None:
         """Leave; a rank that still waits for this one learns it at once."""
         self._signals.leave()

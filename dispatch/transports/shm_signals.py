@@ -34,6 +34,7 @@ class State(IntEnum):
     CLOSED = 2
     DEAD = 3
     STOPPED = 4
+    FAILED = 5
 
 
 class FutexSignals:
@@ -66,10 +67,19 @@ class FutexSignals:
 
     def leave(self) -> None:
         """Say that this rank will not come any more, and wake all that wait for it."""
+        self._set(self._table.left_at(self._transport.rank), 1)
+        self._wake_all()
+
+    def condemn_self(self, said: str) -> None:
+        """Say that this rank failed, and how, and wake all that wait for it."""
         rank = self._transport.rank
-        self._set(self._table.left_at(rank), 1)
+        self._table.write_text(rank, said)
+        self._condemn({rank: State.FAILED})
+        self._wake_all()
+
+    def _wake_all(self) -> None:
         for counter in Counter:
-            futex_wake(self._address(self._table.counter_at(counter, rank)))
+            futex_wake(self._address(self._table.counter_at(counter, self._transport.rank)))
 
     def _set(self, at: int, value: int) -> None:
         # Taking a lock is a locked instruction, which non-temporal stores do not pass either.
@@ -94,12 +104,14 @@ class FutexSignals:
             if state and self._words[self._table.counter_at(counter, rank)] < value
         }
         if found:
-            states = [found.get(rank, State.PRESENT) for rank in range(self._transport.world_size)]
-            verdict = self._table.verdict_at(self._transport.rank)
-            for at, state in zip(range(verdict.start + 1, verdict.stop), states, strict=True):
-                self._words[at] = state
-            self._set(verdict.start, 1)
+            self._condemn(found)
             self._heed_verdicts(during)
+
+    def _condemn(self, found: dict[int, State]) -> None:
+        verdict = self._table.verdict_at(self._transport.rank)
+        for rank, at in enumerate(range(verdict.start + 1, verdict.stop)):
+            self._words[at] = found.get(rank, State.PRESENT)
+        self._set(verdict.start, 1)
 
     def _heed_verdicts(self, during: str) -> None:
         """Raise what any rank, this one included, has found out."""
@@ -130,4 +142,5 @@ class FutexSignals:
             State.CLOSED: "closed its transport",
             State.DEAD: f"is dead ({process} is gone)",
             State.STOPPED: f"is stopped ({process})",
+            State.FAILED: self._table.read_text(rank),
         }[State(state)]

@@ -25,10 +25,11 @@ from crossdock.scratch.errors import ConfigError, TransportUnavailable
 __all__ = ["Table"]
 
 _LINE = 8  # words of a cache line, so that no two ranks write to one
+_TEXT_WORDS = 32
 
 
 class Table:
-    """The memory through which ranks speak: counters, who left, verdicts, and the board's pages.
+    """The memory through which ranks speak: counters, verdicts and texts, and the board's pages.
 
     Rank 0 owns it. All words are int64.
 
@@ -44,7 +45,8 @@ class Table:
         self._left_at = len(Counter) * world_size * _LINE
         self._verdicts_at = self._left_at + world_size * _LINE
         self._verdict_words = verdict_words
-        self._pages_at = self._verdicts_at + world_size * verdict_words
+        self._texts_at = self._verdicts_at + world_size * verdict_words
+        self._pages_at = self._texts_at + world_size * _TEXT_WORDS
         self._num_words = self._pages_at + 2 * world_size * record_words(world_size)
 
     def meet(self, meeting: Transport) -> list[Process]:
@@ -97,6 +99,19 @@ class Table:
         """Words [1 + R] of a rank's verdict: whether it has one, and the state of each rank."""
         begin = self._verdicts_at + rank * self._verdict_words
         return slice(begin, begin + 1 + self.world_size)
+
+    def write_text(self, rank: int, text: str) -> None:
+        """Put down what a rank has to say, as much of it as fits."""
+        raw = text.encode(errors="backslashreplace")[: 8 * _TEXT_WORDS]
+        self._text(rank)[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+    def read_text(self, rank: int) -> str:
+        """What a rank has put down."""
+        return bytes(self._text(rank).tolist()).rstrip(b"\0").decode(errors="replace")
+
+    def _text(self, rank: int) -> Tensor:
+        begin = self._texts_at + rank * _TEXT_WORDS
+        return self.words[begin : begin + _TEXT_WORDS].view(torch.uint8)
 
 
 def _agree_to_meet(meeting: Transport, problem: str | None, words: tuple[int, ...]) -> Tensor:

@@ -147,6 +147,9 @@ class Watch:
         Returns:
             Rank -> what is known of it. Empty if all ranks are there (the network failed, then).
         """
+        known = self.verdict()
+        if known is not None:  # a rank that failed has said so, and may be gone since
+            return known
         deadline = time.monotonic() + grace_s
         found, before = self.look(), {}
         if not found:
@@ -164,6 +167,10 @@ class Watch:
             time.sleep(0.05)
             self.publish(step)
             found = self.look()
+        return self.condemn(found)
+
+    def condemn(self, found: dict[int, str]) -> dict[int, str]:
+        """Tell the others who is missing, unless somebody has already; what holds from now on."""
         text = json.dumps(found)
         self._ask(lambda: self._store.compare_set(_VERDICT, "", text), None)
         return self.verdict() or found

@@ -1,0 +1,151 @@
+"""A rank that fails after the ranks agreed and before its rows are out: nobody waits for it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from crossdock.dispatch import connect, errors, run_local
+from crossdock.dispatch.onesided import mover as onesided
+from crossdock.dispatch.transports.base import Transport
+from tests.dispatch.cases import Attempt, Case, attempt, fill_results, one_step, send, simple_case
+from tests.harness.child import Seat
+from tests.transports.mpi_job import MpiJob
+from tests.transports.over import Over
+from tests.transports.test_hierarchical import OverLevels
+
+# Each rank sends to all, and the time limit is far off.
+CASE = simple_case([(6, 9, 5, 8)] * 2, timeout_s=30.0, unrouted=0.0, debug=False)
+THREE = simple_case([(6, 9, 5)] * 2, timeout_s=30.0, unrouted=0.0, debug=False)
+VICTIM = 1
+SOON_S = 4.0  # about one, but for two cores and four processes
+
+
+class Broken(RuntimeError):
+    """What no code expects."""
+
+
+def fail_while_moving(transport: Transport, case: Case, half: str, level: str | None = None):
+    """A good step, then one in which the victim fails in a half; two more calls; leaving."""
+    dispatcher = case.dispatcher(transport)
+    one_step(dispatcher, transport, case, 0)
+    victim = transport.rank == VICTIM
+    tries: list[Attempt] = []
+    if half == "dispatch":
+        with failing(transport, half, level, victim):
+            tries.append(attempt(lambda: one_step(dispatcher, transport, case, 1)))
+    else:
+        rows, handle = send(dispatcher, case.batch(1, transport.rank), transport.device)
+        fill_results(case, 1, transport.rank, rows)
+        with failing(transport, half, level, victim):
+            tries.append(attempt(lambda: dispatcher.combine(rows.y, handle).clone()))
+    tries.append(attempt(lambda: one_step(dispatcher, transport, case, 0)))
+    tries.append(attempt(lambda: case.dispatcher(transport)))
+    tries.append(attempt(lambda: dispatcher.abort(ValueError("leaving"))))
+    return tries
+
+
+def failing(transport: Transport, half: str, level: str | None, victim: bool):
+    def fail(*_: Any) -> None:
+        raise Broken("boom")
+
+    if not victim:
+        return nullcontext()
+    if level is not None:
+        return patch.object(getattr(transport, level), "_all_to_all", fail)
+    if transport.name == "shm":
+        return patch.object(onesided, "gather_rows" if half == "dispatch" else "ordered_sum", fail)
+    return patch.object(transport, "_all_to_all", fail)
+
+
+def check(by_rank: list[list[Attempt]]) -> None:
+    for rank, (step, again, anew, left) in enumerate(by_rank):
+        assert left.error is None, repr(left.error)
+        if rank == VICTIM:
+            assert type(step.error) is Broken, repr(step.error)
+        elif step.error is not None:
+            check_told(step)
+        for later in (again, anew):
+            check_told(later)
+        assert anew.seconds < 0.1
+        assert sum(call.seconds for call in (step, again, anew, left)) < SOON_S
+
+
+def check_told(seen: Attempt) -> None:
+    assert type(seen.error) is errors.PeerFailed, repr(seen.error)
+    assert seen.error.ranks == (VICTIM,), seen.error
+    assert f"rank {VICTIM}" in str(seen.error)
+    assert "Broken: boom" in str(seen.error)
+
+
+HALVES = pytest.mark.parametrize("half", ["dispatch", "combine"])
+
+
+@HALVES
+def test_threads(half):
+    check(run_local(4, lambda transport: fail_while_moving(transport, CASE, half)))
+
+
+@HALVES
+def test_gloo(gloo, half):
+    check(gloo(4, fail_while_moving, CASE, half))
+
+
+@HALVES
+def test_shared_memory(pools, half):
+    check(Over("shm", pools)(4, fail_while_moving, CASE, half))
+
+
+@pytest.mark.parametrize("level", ["inner", "outer"])
+@pytest.mark.parametrize("inner", ["shm", "gloo"])
+def test_two_levels(pools, inner, level):
+    over = OverLevels(pools, inner=inner)
+    check(over(4, 2, fail_while_moving, CASE, "dispatch", level))
+
+
+def fail_by_mpi(seat: Seat, link: Connection, half: str) -> None:
+    link.send(fail_while_moving(connect("mpi"), THREE, half))
+    link.recv()
+
+
+@HALVES
+def test_mpi(mpirun, half):
+    job = MpiJob(3, fail_by_mpi, half)
+    try:
+        by_rank = []
+        for link in job.links:
+            assert link.poll(20), job.output.read_text()
+            by_rank.append(link.recv())
+        check(by_rank)
+        for link in job.links:
+            link.send("leave")
+        assert job.process.wait(20) != 0
+    finally:
+        job.close()
+
+
+def test_a_failure_that_cannot_be_put_in_words_is_told_all_the_same():
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise KeyError
+
+    def fail(transport: Transport):
+        started = time.monotonic()
+
+        def move() -> None:
+            with transport.moving():
+                if transport.rank == VICTIM:
+                    raise Silent
+                transport._meet("a move")  # type: ignore[attr-defined]
+
+        seen = attempt(move)
+        return seen, time.monotonic() - started
+
+    for rank, (seen, seconds) in enumerate(run_local(3, fail)):
+        assert type(seen.error).__name__ == ("Silent" if rank == VICTIM else "PeerFailed")
+        assert seconds < SOON_S
