@@ -98,6 +98,7 @@ class TwoLevelMover(Mover):
         here = owner[owner // size == transport.node] % size
         self._node = RouteTable(ExpertPlacement(here, size), device)
         self._buffers = [_Buffers(Staging(device), Staging(device)) for _ in range(num_slots)]
+        self._reserved = 0  # rows that the level below has room for
 
     def allocate(self, capacity: int) -> BucketMemory:
         """Memory of this rank's own."""
@@ -121,7 +122,7 @@ class TwoLevelMover(Mover):
 
     def held(self, slot: int) -> int:
         """Rows that may pass through here."""
-        return self._buffers[slot].relay.num_bytes // self.wire.row_bytes
+        return min(self._buffers[slot].relay.num_bytes // self.wire.row_bytes, self._reserved)
 
     def needs(self, handle: Handle, num_tokens: list[int]) -> list[int]:
         """Rows that arrive from other nodes, and the largest part that is fanned out at once.
@@ -137,8 +138,10 @@ class TwoLevelMover(Mover):
         return by_relay
 
     def reserve(self, slot: int, rows: int) -> None:
-        """Take the memory that rows pass through."""
+        """Take the memory that rows pass through, here and on the level below."""
         self._take(self._buffers[slot].relay, rows)
+        self.transport.inner.reserve(rows * self.wire.row_bytes)
+        self._reserved = max(self._reserved, rows)
 
     def load(self, slot: int, x: Tensor, routing: Counts) -> Load:
         """Pack by node."""
@@ -183,6 +186,8 @@ class TwoLevelMover(Mover):
             # Taken here, where it may fail, and used later.
             buffers.relay.take(relay.num_rows, y.shape[1], y.dtype)
         home = buffers.own.take(len(routing.nodes.packed), y.shape[1], y.dtype)
+        sizes = [rows[places].nbytes for _, places, _ in self._sources(handle)]
+        self.transport.inner.reserve(max(sizes, default=0))
         return Load(rows, home)
 
     def send_back(

@@ -123,6 +123,13 @@ class Transport(ABC):
             self.bytes_to[peer] += rows[self.rank] * send.shape[1]
         return self._all_gather(send, recv, rows)
 
+    def reserve(self, num_bytes: int) -> None:  # noqa: B027 - most need nothing
+        """Take what moving that many bytes of this rank takes here; local.
+
+        Raises:
+            MemoryError: There is not as much.
+        """
+
     @abstractmethod
     def _exchange(self, record: Tensor) -> Tensor: ...
 

@@ -18,7 +18,13 @@ from crossdock.dispatch.transports.base import FAILED, Transport, Work
 from crossdock.dispatch.transports.mpi import MpiTransport
 from crossdock.dispatch.transports.process_group import ProcessGroupTransport
 from crossdock.dispatch.transports.watch import grace_of
-from crossdock.scratch.errors import ConfigError, CrossdockError, PeerFailed, RankTimeout
+from crossdock.scratch.errors import (
+    CapacityError,
+    ConfigError,
+    CrossdockError,
+    PeerFailed,
+    RankTimeout,
+)
 
 __all__ = ["HierarchicalTransport", "find_nodes", "node_blocks"]
 
@@ -120,6 +126,11 @@ class HierarchicalTransport(Transport):
         except (RankTimeout, PeerFailed) as error:
             where = "within the node" if level is self.inner else "across nodes"
             raise self._lost(f"the exchange of rows {where}") from error
+        except CapacityError as error:
+            # Agreed among the ranks of a level alone, so the rest have to be told.
+            raise CapacityError(
+                f"node {self.node}, local {error}", ranks=tuple(peers[r] for r in error.ranks)
+            ) from error
 
     def tell_failure(self, said: str) -> None:
         """On all three: a rank may wait on any."""

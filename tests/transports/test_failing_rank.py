@@ -108,6 +108,27 @@ def test_two_levels(pools, inner, level):
     check(over(4, 2, fail_while_moving, CASE, "dispatch", level))
 
 
+def lose_the_way(transport: Transport, case: Case) -> Attempt:
+    """The victim cannot reach what its node's other rank offers it."""
+    dispatcher = case.dispatcher(transport)
+    if transport.rank == VICTIM:
+        transport.inner._map = refuse  # type: ignore[attr-defined]
+    return attempt(lambda: one_step(dispatcher, transport, case, 0))
+
+
+def refuse(*_: Any) -> None:
+    raise MemoryError("too many open files")
+
+
+def test_a_way_that_only_one_node_knows_to_be_shut(pools):
+    over = OverLevels(pools, inner="shm")
+    for rank, seen in enumerate(over(4, 2, lose_the_way, CASE)):
+        on_its_node = rank < 2
+        assert type(seen.error) is (errors.CapacityError if on_its_node else errors.PeerFailed)
+        assert f"local rank {VICTIM} cannot reach" in str(seen.error)
+        assert seen.seconds < SOON_S
+
+
 def fail_by_mpi(seat: Seat, link: Connection, half: str) -> None:
     link.send(fail_while_moving(connect("mpi"), THREE, half))
     link.recv()

@@ -17,15 +17,18 @@ from hypothesis import strategies as st
 import tests.dispatch.test_lost_ranks as lost
 from crossdock.dispatch import connect, errors
 from crossdock.dispatch.reference import reference_combine
+from crossdock.dispatch.transports import shm_memory
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.hierarchical import node_blocks
 from tests.dispatch.cases import (
+    Attempt,
     Case,
     Step,
     all_steps,
     attempt,
     copy_rows,
     fill_results,
+    one_step,
     send,
     simple_case,
 )
@@ -278,6 +281,45 @@ def test_bad_input_on_one_rank_is_everybodys_error(shm_levels, offender):
         assert type(seen.error) is errors.RoutingError
         assert seen.error.ranks == (offender,)
         check_step(case, 1, rank, replace(good, out=None))
+
+
+def grow_in_want(transport: Transport, case: Case, poor_rank: int, half: str) -> list[Attempt]:
+    """Step 1 needs more memory to pass rows on, in a half, and ``poor_rank`` cannot have it."""
+    with case.dispatcher(transport) as dispatcher:
+        tries = [attempt(lambda: one_step(dispatcher, transport, case, 0))]
+        rows, handle = None, None
+        if half == "combine":  # results of a wider dtype than the rows had
+            rows, handle = send(dispatcher, case.batch(1, transport.rank), transport.device)
+        available = 0 if transport.rank == poor_rank else 1 << 30
+        with patch.object(shm_memory, "available_bytes", return_value=available):
+            if rows is None:
+                tries.append(attempt(lambda: one_step(dispatcher, transport, case, 1)))
+            else:
+                wide = torch.zeros(rows.capacity, rows.hidden)
+                tries.append(attempt(lambda: dispatcher.combine(wide, handle)))
+        if rows is not None:
+            fill_results(case, 1, transport.rank, rows)
+            dispatcher.combine(rows.y, handle)
+        tries.append(attempt(lambda: one_step(dispatcher, transport, case, 1)))
+        return tries
+
+
+@pytest.mark.parametrize(("poor_rank", "half"), [(0, "dispatch"), (3, "dispatch"), (0, "combine")])
+def test_rows_that_one_node_cannot_pass_on_are_refused_on_all(shm_levels, poor_rank, half):
+    case = simple_case([(1, 1, 1, 1), (70, 90, 80, 90)], hidden=64)
+    if half == "combine":  # all results are rank 0's
+        tokens = [(1, 1, 1, 1), (33, 33, 33, 33)]
+        case = simple_case(tokens, num_experts=4, top_k=1, hidden=1024, routing="one expert")
+    results = shm_levels(4, 2, grow_in_want, case, poor_rank, half)
+    failed = [tries[1] for tries in results]
+    assert len({str(seen.error) for seen in failed}) == 1, failed
+    for seen in failed:
+        assert type(seen.error) is errors.CapacityError, repr(seen.error)
+        assert seen.error.ranks == (poor_rank,)
+    for tries in results:
+        assert tries[0].error is None, repr(tries[0].error)
+        assert tries[2].error is None, repr(tries[2].error)
+    check_two_level(case, 2, [[tries[0].value, tries[2].value] for tries in results])
 
 
 def test_many_steps_of_changing_sizes(shm_levels):
