@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,10 @@ from crossdock.scratch.errors import TransportUnavailable
 
 __all__ = ["Finding", "auto_words", "find_machine", "find_transports", "show_doctor"]
 
+_ASK_MPI = (
+    "from crossdock.dispatch.transports.mpi_library import is_cuda_aware, load_mpi; "
+    "load_mpi(); print(is_cuda_aware())"
+)
 _NVSHMEM_HINT = "pip install 'crossdock[cu13]' (or cu12, as torch.version.cuda says)"
 
 
@@ -179,10 +184,12 @@ def _mpi() -> Iterator[Finding]:
 
 
 def _cuda_aware() -> str:
-    said = _run("ompi_info", "--parsable", "--all") or ""
-    if "mpi_built_with_cuda_support:value:true" in said:
-        return "CUDA-aware"
-    return "not known to be CUDA-aware: rows of GPUs go through host memory"
+    # In a process of its own, because some libraries can only be asked once they are initialised.
+    said = (_run(sys.executable, "-c", _ASK_MPI) or "").split()
+    if said[-1:] == ["True"]:
+        return "CUDA-aware: it takes rows of GPUs as they are"
+    known = "not CUDA-aware" if said[-1:] == ["False"] else "does not say whether it is CUDA-aware"
+    return f"{known}: rows of GPUs go through host memory"
 
 
 def _nics() -> Iterator[Finding]:

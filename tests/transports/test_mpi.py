@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,9 +14,10 @@ import torch
 
 import tests.dispatch.test_lost_ranks as lost
 from crossdock.dispatch import connect, errors
-from crossdock.dispatch.transports import mpi_library
+from crossdock.dispatch.transports import mpi, mpi_library
 from crossdock.dispatch.transports.base import Transport
-from tests.dispatch.cases import all_steps, attempt, simple_case
+from crossdock.launch import doctor
+from tests.dispatch.cases import Case, Step, all_steps, attempt, simple_case
 from tests.dispatch.oracle import check_steps
 from tests.harness.child import Seat
 from tests.transports.mpi_job import MpiJob, OverMpi, first_ranks
@@ -109,6 +111,34 @@ def cuda_awareness(transport: Transport) -> bool:
 
 def test_the_wheels_say_that_they_are_not_cuda_aware(ranks):
     assert ranks(2, cuda_awareness) == [False, False]
+
+
+def test_doctor_says_it_too(mpirun):
+    findings = {finding.name: finding for finding in doctor.find_machine()}
+    assert "; not CUDA-aware" in findings["mpi4py"].detail
+
+
+# ---- rows on a GPU ------------------------------------------------------------------------------
+
+
+def steps_on_a_gpu(comm: Any, case: Case, staged: bool) -> list[Step]:
+    """All ranks on one GPU; rows go to MPI as it likes them, or through pinned memory."""
+    aware = not staged and mpi_library.is_cuda_aware()
+    with patch.object(mpi, "is_cuda_aware", return_value=aware):
+        transport = connect("mpi", group=comm, device="cuda:0")
+    try:
+        return all_steps(transport, case)
+    finally:
+        transport.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("staged", [True, False], ids=["pinned", "as MPI says"])
+@pytest.mark.parametrize("wire", ["payload", "fp8"])
+@pytest.mark.parametrize("algorithm", ["alltoall", "allgather"])
+def test_rows_on_a_gpu(mpi_pools, algorithm, wire, staged):
+    case = simple_case([(33, 17), (5, 0), (300, 700)], algorithm=algorithm, wire=wire, hidden=256)
+    check_steps(case, mpi_pools.call(2, steps_on_a_gpu, case, staged, hang_s=120.0))
 
 
 # ---- lost ranks ---------------------------------------------------------------------------------
