@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,6 +16,8 @@ from crossdock.dispatch.onesided import mover as onesided
 from crossdock.dispatch.transports.base import Transport
 from tests.dispatch.cases import Attempt, Case, attempt, fill_results, one_step, send, simple_case
 from tests.harness.child import Seat
+from tests.harness.pool import Pools
+from tests.harness.ranks import Ranks
 from tests.transports.mpi_job import MpiJob
 from tests.transports.over import Over
 from tests.transports.test_hierarchical import OverLevels
@@ -28,6 +31,14 @@ SOON_S = 4.0  # about one, but for two cores and four processes
 
 class Broken(RuntimeError):
     """What no code expects."""
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """Processes of their own: torch names new groups by how many a rank has, broken ones too."""
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 def fail_while_moving(transport: Transport, case: Case, half: str, level: str | None = None):
@@ -92,8 +103,8 @@ def test_threads(half):
 
 
 @HALVES
-def test_gloo(gloo, half):
-    check(gloo(4, fail_while_moving, CASE, half))
+def test_gloo(pools, half):
+    check(Ranks("gloo", pools)(4, fail_while_moving, CASE, half))
 
 
 @HALVES

@@ -11,6 +11,7 @@ from tests.dispatch.test_handles import *  # noqa: F403
 from tests.dispatch.test_partition import *  # noqa: F403
 from tests.dispatch.test_poison import *  # noqa: F403
 from tests.dispatch.test_ragged import *  # noqa: F403
+from tests.dispatch.test_wire import *  # noqa: F403
 from tests.transports.over import Over, leave_out_what_does_not_use
 
 # Memory that torch does not allocate runs out in other ways: test_shm.py.
