@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -109,8 +110,8 @@ def find_problem(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Pr
     """
     if topk_idx.numel() == 0:
         return None
-    least, most = torch.aminmax(topk_idx)
-    if (least < -1) | (most >= num_experts):
+    least, most = _extremes(topk_idx)
+    if least < -1 or most >= num_experts:
         token, k = _first((topk_idx >= num_experts) | (topk_idx < -1))
         return Problem(
             ProblemKind.ROUTING,
@@ -119,16 +120,17 @@ def find_problem(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Pr
         )
     ordered = topk_idx.int().sort(dim=1).values
     repeated = ordered[:, 1:] == ordered[:, :-1]
-    repeated &= ordered[:, 1:] >= 0
     if repeated.any():
-        token, k = _first(repeated)
-        return Problem(
-            ProblemKind.ROUTING,
-            f"topk_idx[{token}] names expert {int(ordered[token, k])} more than once: "
-            "add up its weights and put -1 in the other places",
-        )
-    # The extremes are finite only if all are; but the weight of no expert may be anything.
-    if not torch.stack(torch.aminmax(topk_weights)).isfinite().all():
+        repeated &= ordered[:, 1:] >= 0  # -1 may stand more than once
+        if repeated.any():
+            token, k = _first(repeated)
+            return Problem(
+                ProblemKind.ROUTING,
+                f"topk_idx[{token}] names expert {int(ordered[token, k])} more than once: "
+                "add up its weights and put -1 in the other places",
+            )
+    # Extremes are finite only if all weights are; but those of no expert may be anything.
+    if not all(map(math.isfinite, _extremes(topk_weights))):
         bad = ~topk_weights.isfinite() & (topk_idx >= 0)
         if bad.any():
             token, k = _first(bad)
@@ -138,6 +140,12 @@ def find_problem(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Pr
                 f"{int(topk_idx[token, k])}: weights must be finite",
             )
     return None
+
+
+def _extremes(values: Tensor) -> tuple[float, float]:
+    """The least and the largest; NaN if one is."""
+    least, most = torch.stack(torch.aminmax(values)).tolist()
+    return least, most
 
 
 def _first(mask: Tensor) -> tuple[int, int]:
