@@ -50,9 +50,9 @@ def connect(
         name: ``"gloo"`` (CPU), ``"nccl"`` (CUDA), ``"mpi"`` (either), ``"shm"`` (CPU, one node), or
             ``"nvshmem"`` (CUDA; by address where there is one, else by NVSHMEM's puts),
             ``"hierarchical"`` (two of them: each token once to every node), or ``"auto"``. On GPUs
-            that is NVSHMEM where all ranks have it, share a node and reach each other's memory, else
-            NCCL; which and why is logged on rank 0. On CPUs it is gloo, or hierarchical where ranks
-            are on several hosts, as many on each.
+            that is NVSHMEM where all ranks have it, share a node and reach each other's memory,
+            else NCCL; which and why is logged on rank 0. On CPUs it is gloo, or hierarchical where
+            ranks are on several hosts, as many on each.
         group: Ranks that form the EP group. A torch process group; by default the default group,
             which is made from the launcher's environment if nobody has. For ``"mpi"``, and for
             ``"shm"`` and ``"nvshmem"`` if they shall do without torch's process groups: an mpi4py

@@ -41,7 +41,7 @@ __all__ = ["bench_onesided", "measure_graphs"]
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = 30
+ROUNDS, EAGER_ROUNDS = 30, 100
 WARM_UP = 5
 CEILING_SHAPES = tuple(
     Shape(units, threads, blocks, stages=2)  # they have no stages
@@ -317,8 +317,8 @@ def _measure_parts(
     return _medians(transport, names, samples)
 
 
-def _measure_eager(transport: Transport) -> dict[str, float]:
-    """Host time of eager calls, and of their waits.
+def _measure_eager(transport: Transport) -> dict[str, dict[str, float]]:
+    """Host time of eager calls, one after the other as a model makes them, and on an idle device.
 
     A dispatch waits for the device in one place, where it polls for the matrix of records that a
     kernel writes; the rest of the call is the host's own time (``host``). A combine waits for
@@ -326,32 +326,40 @@ def _measure_eager(transport: Transport) -> dict[str, float]:
     """
     inputs = uniform_inputs(transport, 128, NUM_EXPERTS)
     config = DispatchConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN)
-    names = ["call", "of it waiting for the device", "host", "combine", "of it exchanging records"]
-    samples = torch.zeros(len(names), 50, dtype=torch.int64)
+    names = ["call", "of it waiting for the device", "host", "of it launching kernels"]
+    names += ["combine", "of it exchanging records"]
+    result = {}
     with Dispatcher(config, transport) as dispatcher:
         mover = dispatcher._mover
         assert isinstance(mover, NvshmemMover)
         device, hosts = _Timed(mover._matrix.wait), _Timed(transport._exchange)
-        mover._matrix.wait = device  # type: ignore[assignment, method-assign]
-        transport._exchange = hosts  # type: ignore[assignment, method-assign]
-        for round_ in range(-WARM_UP, 50):
-            torch.cuda.synchronize()
-            transport.exchange(torch.zeros(1, dtype=torch.int64))
-            device.spent = hosts.spent = 0
-            began = time.perf_counter_ns()
-            rows, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
-            dispatched = time.perf_counter_ns()
-            assert round_ < 0 or hosts.spent == 0, "hosts exchanged records"
-            y = rows.y
-            combining = time.perf_counter_ns()
-            dispatcher.combine(y, handle)
-            took = time.perf_counter_ns() - combining
-            if round_ >= 0:
-                call = dispatched - began
-                times = [call, device.spent, call - device.spent, took, hosts.spent]
-                samples[:, round_] = torch.tensor(times)
+        route, rows_kernel = _Timed(mover._kernels.route), _Timed(mover._kernels.rows)
+        mover._matrix.wait = device  # type: ignore[method-assign]
+        transport._exchange = hosts  # type: ignore[method-assign]
+        mover._kernels.route = route  # type: ignore[method-assign]
+        mover._kernels.rows = rows_kernel  # type: ignore[method-assign]
+        for when, is_idle in (("one after the other", False), ("on an idle device", True)):
+            samples = torch.zeros(len(names), EAGER_ROUNDS, dtype=torch.int64)
+            for round_ in range(-WARM_UP, EAGER_ROUNDS):
+                if is_idle:
+                    torch.cuda.synchronize()
+                    transport.exchange(torch.zeros(1, dtype=torch.int64))
+                device.spent = hosts.spent = route.spent = rows_kernel.spent = 0
+                began = time.perf_counter_ns()
+                rows, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+                dispatched = time.perf_counter_ns()
+                assert round_ < 0 or hosts.spent == 0, "hosts exchanged records"
+                y = rows.y
+                combining = time.perf_counter_ns()
+                dispatcher.combine(y, handle)
+                took = time.perf_counter_ns() - combining
+                if round_ >= 0:
+                    call, launching = dispatched - began, route.spent + rows_kernel.spent
+                    times = [call, device.spent, call - device.spent, launching, took, hosts.spent]
+                    samples[:, round_] = torch.tensor(times)
+            result[when] = _medians(transport, names, samples)
         del transport._exchange
-    return _medians(transport, names, samples)
+    return result
 
 
 class _Timed:
@@ -361,9 +369,9 @@ class _Timed:
         self._function = function
         self.spent = 0
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         began = time.perf_counter_ns()
-        result = self._function(*arguments)
+        result = self._function(*arguments, **options)
         self.spent += time.perf_counter_ns() - began
         return result
 
