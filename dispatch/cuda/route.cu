@@ -165,5 +165,6 @@ route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
   if (!is_last_block(group.state, ROUTE_TICKET)) return;
   sum_up(group, way, ids, weights);
   __syncthreads();
+  if (call == BY_ROUTE) post_record(group, way.record, group.state[DISPATCHES] + 1, pair_limit);
   if (call > 0) agree(group, way.record, call, slot, pair_limit);
 }
