@@ -33,6 +33,8 @@ __all__ = ["bench_layouts"]
 
 logger = logging.getLogger(__name__)
 
+TOKENS = (128, 1024, 4096)  # of a rank
+
 DEFINITIONS = {
     "dispatch": "graph: checks, routing, agreement, rows or pairs, metadata, arrival",
     "permute": "graph, row layout: rows to pairs grouped by expert",
@@ -89,7 +91,7 @@ def bench_layouts(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, An
 
 def _cases(transport: Transport, rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     for wire in ("payload", "fp8"):
-        for tokens in (128, 1024, 4096):
+        for tokens in TOKENS:
             inputs = uniform_inputs(transport, tokens, NUM_EXPERTS)
             yield f"{wire}, {tokens} tokens", _measure_case(transport, inputs, wire, rounds)
 
@@ -146,19 +148,16 @@ def _capture(dispatcher: Dispatcher, inputs: Tokens) -> _Graphs:
     dispatcher.lock()
 
     replays: dict[str, Callable[[], None]] = {}
-    graph, (rows, handle) = _record(lambda: _dispatch(dispatcher, inputs))
-    replays["dispatch"] = graph.replay
+    replays["dispatch"], (rows, handle) = _record(lambda: _dispatch(dispatcher, inputs))
     replays["dispatch"]()
     if permutation is not None:
-        graph, permuted = _record(lambda: permutation.there(rows))
-        replays["permute"] = graph.replay
+        replays["permute"], permuted = _record(lambda: permutation.there(rows))
         replays["permute"]()
-        graph, _ = _record(lambda: permutation.back(rows, permuted))
-        replays["unpermute"] = graph.replay
+        replays["unpermute"], _ = _record(lambda: permutation.back(rows, permuted))
     else:
         y = torch.empty_like(rows.y[:num_rows])
-        replays["copy of y"] = _record(lambda: rows.y[:num_rows].copy_(y))[0].replay
-    replays["combine"] = _record(lambda: dispatcher.combine(rows.y, handle))[0].replay
+        replays["copy of y"], _ = _record(lambda: rows.y[:num_rows].copy_(y))
+    replays["combine"], _ = _record(lambda: dispatcher.combine(rows.y, handle))
     replays["combine"]()
 
     def step() -> Tensor:
@@ -175,10 +174,10 @@ def _capture(dispatcher: Dispatcher, inputs: Tokens) -> _Graphs:
             rows.y.copy_(rows.x)
         return dispatcher.combine(rows.y, handle)
 
-    replays["step"] = _record(step)[0].replay
+    replays["step"], _ = _record(step)
     # What comes home is compared on a graph of its own, for there results have to be written.
-    graph, out = _record(echo)
-    graph.replay()
+    replay, out = _record(echo)
+    replay()
     dispatcher.check()
     row_bytes = rows.x.shape[1] * rows.x.dtype.itemsize
     row_bytes += 0 if rows.scale is None else rows.scale.shape[1] * 4
@@ -227,11 +226,12 @@ def _dispatch(dispatcher: Dispatcher, inputs: Tokens) -> tuple[ReceivedRows, Han
     return dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
 
 
-def _record(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _record(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """What replays a call, and its result."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()
-    return graph, result
+    return graph.replay, result
 
 
 def main() -> None:
