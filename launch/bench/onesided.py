@@ -41,7 +41,7 @@ __all__ = ["bench_onesided", "measure_graphs"]
 
 logger = logging.getLogger(__name__)
 
-ROUNDS, EAGER_ROUNDS = 30, 100
+ROUNDS, EAGER_ROUNDS = 30, 60
 WARM_UP = 5
 CEILING_SHAPES = tuple(
     Shape(units, threads, blocks, stages=2)  # they have no stages
