@@ -55,12 +55,14 @@ class _Graphs:
         out: What the graph of the step writes.
         sent: Rows that this rank sends.
         row_bytes: Payload and scales of a row.
+        kept: What holds memory whose addresses the graphs have.
     """
 
     replays: dict[str, Callable[[], None]]
     out: Tensor
     sent: int
     row_bytes: int
+    kept: tuple[object, ...]
 
 
 def bench_layouts(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, Any]:
@@ -154,8 +156,10 @@ def _capture(dispatcher: Dispatcher, inputs: Tokens) -> _Graphs:
         replays["permute"], permuted = _record(lambda: permutation.there(rows))
         replays["permute"]()
         replays["unpermute"], _ = _record(lambda: permutation.back(rows, permuted))
+        kept: tuple[object, ...] = (workspace, permutation)
     else:
         y = torch.empty_like(rows.y[:num_rows])
+        kept = (y,)
         replays["copy of y"], _ = _record(lambda: rows.y[:num_rows].copy_(y))
     replays["combine"], _ = _record(lambda: dispatcher.combine(rows.y, handle))
     replays["combine"]()
@@ -181,7 +185,7 @@ def _capture(dispatcher: Dispatcher, inputs: Tokens) -> _Graphs:
     dispatcher.check()
     row_bytes = rows.x.shape[1] * rows.x.dtype.itemsize
     row_bytes += 0 if rows.scale is None else rows.scale.shape[1] * 4
-    return _Graphs(replays=replays, out=out.clone(), sent=sent, row_bytes=row_bytes)
+    return _Graphs(replays=replays, out=out.clone(), sent=sent, row_bytes=row_bytes, kept=kept)
 
 
 class _Permutation:
