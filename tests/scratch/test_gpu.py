@@ -34,6 +34,7 @@ HIDDEN = [128, 1024, 2048, 7168, 8 * 33, 129]
 EXPERTS = [8, 16, 40, 64, 128, 256, 512]
 TOP_K = [1, 2, 6, 8, 16, 31]
 WORLDS = [1, 4, 8, 16, 64]
+CHUNK_BYTES = 1 << 28
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, FP8]
 
 
@@ -68,17 +69,22 @@ def oracle(idx: torch.Tensor, num_local: int):
     return offsets, (slots // idx.shape[1]).int(), inverse.view_as(idx)
 
 
+def chunks_of(rows: int, hidden: int):
+    """Slices of so many rows of fp32 that a few are quick to work on and none fills a GPU."""
+    step = max(1, CHUNK_BYTES // (4 * hidden))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
 def weighted_sum(pairs: torch.Tensor, weights: torch.Tensor, inverse: torch.Tensor):
-    """fp32 sums, a chunk of rows at a time."""
-    out = torch.empty(inverse.shape[0], pairs.shape[1], device=pairs.device)
-    for start in range(0, inverse.shape[0], 2048):
-        chunk = slice(start, start + 2048)
-        total = torch.zeros_like(out[chunk])
+    """fp32 sums, a chunk of rows at a time; nothing in it asks the host."""
+    out = torch.zeros(inverse.shape[0], pairs.shape[1], device=pairs.device)
+    if not len(pairs):
+        return out
+    for chunk in chunks_of(*out.shape):
         for k in range(inverse.shape[1]):
-            has = inverse[chunk, k] >= 0
-            values = pairs[inverse[chunk, k][has].long()].float()
-            total[has] += weights[chunk, k][has].unsqueeze(1) * values
-        out[chunk] = total
+            place = inverse[chunk, k].long().unsqueeze(1)
+            values = pairs[place.squeeze(1).clamp_min(0)].float() * weights[chunk, k].unsqueeze(1)
+            out[chunk] += torch.where(place >= 0, values, 0)
     return out
 
 
@@ -89,9 +95,8 @@ def check(idx, num_local, hidden, dtype, *, pad=0, spare=0):
     offsets, source, inverse = oracle(idx, num_local)
     pairs = source.numel()
     x = poison_(torch.empty(tokens, hidden + pad, dtype=dtype, device=device))[:, :hidden]
-    for start in range(0, tokens, 8192):
-        chunk = x[start : start + 8192]
-        chunk.copy_(torch.randn(chunk.shape, device=device).to(dtype))
+    for rows in chunks_of(tokens, hidden):
+        x[rows] = torch.randn(x[rows].shape, device=device).to(dtype)
     x[(idx < 0).all(1)] = poison_(x[:1].clone())  # rows that nobody may read
     scale = torch.rand(tokens, -(-hidden // 128), device=device) if dtype == FP8 else None
     scratch = PermuteScratch(max(num_local, 1), num_local, device)
@@ -102,8 +107,7 @@ def check(idx, num_local, hidden, dtype, *, pad=0, spare=0):
     assert torch.equal(permuted.offsets, offsets)
     assert torch.equal(permuted.source[:pairs], source)
     assert torch.equal(permuted.inverse, inverse)
-    for start in range(0, pairs, 8192):
-        chunk = slice(start, min(start + 8192, pairs))
+    for chunk in chunks_of(pairs, hidden):
         rows = source[chunk].long()
         want = x.view(torch.uint8)[rows] if dtype == FP8 else x[rows]
         assert torch.equal(bits(permuted.hidden[chunk]), bits(want))
@@ -129,15 +133,17 @@ def bytes_needed(tokens, top_k, world, hidden):
 def run_grid(cases, device):
     skipped = 0
     for seed, (tokens, hidden, experts, top_k, world) in enumerate(cases):
-        if bytes_needed(tokens, top_k, world, hidden) > torch.cuda.mem_get_info(device)[0]:
-            skipped += 1
-            continue
+        need = bytes_needed(tokens, top_k, world, hidden)
+        if need > torch.cuda.mem_get_info(device)[0]:
+            torch.cuda.empty_cache()
+            if need > torch.cuda.mem_get_info(device)[0]:
+                skipped += 1
+                continue
         idx, num_local = local_ids(tokens, top_k, experts, world, device, seed)
         try:
             check(idx, num_local, hidden, DTYPES[seed % 4], pad=16 * (seed % 3), spare=seed % 2)
         except AssertionError as error:
             pytest.fail(f"{tokens=} {hidden=} {experts=} {top_k=} {world=}: {error}")
-        torch.cuda.empty_cache()
     logger.info("%d cases ran, %d skipped for want of memory", len(cases) - skipped, skipped)
 
 
