@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from crossdock.dispatch import run_local
+from crossdock.dispatch.transports import nvshmem as transport_module
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.scratch.errors import RankTimeout
 from crossdock.scratch.jit import JitMissingError, toolkit_include_dirs
+from tests.nvshmem import alone
 from tests.nvshmem import ranks as checks
 from tests.nvshmem.emulation import emulate, record_by_repeating
 
@@ -72,6 +74,13 @@ def test_emulated(monkeypatch, folder, world_size, check):
     emulate(monkeypatch, folder)
     monkeypatch.setattr(checks, "record", record_by_repeating)
     run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+
+
+@pytest.mark.parametrize("check", alone.CHECKS[:5], ids=lambda check: check.__name__)
+def test_one_rank_needs_no_nvshmem(monkeypatch, folder, check):
+    emulate(monkeypatch, folder)
+    monkeypatch.setattr(transport_module, "Runtime", alone.Runtime)
+    run_local(1, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
 
 
 def a_dead_process_is_named(transport: NvshmemTransport) -> None:
