@@ -9,7 +9,6 @@ parallelism.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from crossdock.dispatch.agreement import Operation, Problem, ProblemKind, Record, agree
+from crossdock.dispatch.digest import digest_of
 from crossdock.dispatch.topology import Topology
 from crossdock.dispatch.transports.base import Transport
 from crossdock.scratch.errors import ConfigError, DisagreementError
@@ -186,7 +186,7 @@ class Partition:
                 f"from_ep: results for {len(out)} tokens, but this rank owns {self.num_owned}",
             )
         batch = repr((self.prefill_lengths, self.num_decode, self.sequence_parallel))
-        digest = int.from_bytes(hashlib.sha256(batch.encode()).digest()[:8], "little") >> 1
+        digest = digest_of(batch.encode())
         agreement = agree(
             transport,
             Record(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.digest import digest_of
 from crossdock.scratch.errors import ConfigError
 
 __all__ = ["ExpertPlacement"]
@@ -92,7 +92,7 @@ class ExpertPlacement:
     def digest(self) -> int:
         """63-bit hash of the owners, by which ranks find out that their placements differ."""
         raw = self.owner.numpy().tobytes() + self.ep_size.to_bytes(8, "little")
-        return int.from_bytes(hashlib.sha256(raw).digest()[:8], "little") >> 1
+        return digest_of(raw)
 
     def num_local_experts(self, rank: int) -> int:
         """E_local, experts that ``rank`` owns."""

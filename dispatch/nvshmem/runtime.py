@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.digest import digest_of
 from crossdock.dispatch.nvshmem.device import compile_with_nvshmem
 from crossdock.dispatch.nvshmem.heap import check_heaps, heap_environment
 from crossdock.dispatch.transports.base import Transport
@@ -249,8 +249,7 @@ class _Span:
 
 def gpu_number(device: torch.device) -> int:
     """A number for a GPU, the same in every process that sees it."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "little")
+    return digest_of(str(torch.cuda.get_device_properties(device).uuid).encode())
 
 
 def import_bindings() -> Any:

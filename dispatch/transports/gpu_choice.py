@@ -6,7 +6,6 @@ all ranks come to the same choice.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import socket
@@ -17,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from crossdock.dispatch.digest import digest_of
 from crossdock.dispatch.nvshmem.layout import MAX_RANKS
 from crossdock.dispatch.nvshmem.runtime import gpu_number, import_bindings
 from crossdock.dispatch.transports.base import Transport
@@ -161,5 +161,4 @@ def _has_mps() -> bool:
 
 
 def _host_number() -> int:
-    digest = hashlib.sha256(socket.gethostname().encode()).digest()
-    return int.from_bytes(digest[:7], "little")
+    return digest_of(socket.gethostname().encode())

@@ -8,12 +8,12 @@ business (``crossdock.dispatch.two_level``).
 
 from __future__ import annotations
 
-import hashlib
 import socket
 
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.digest import digest_of
 from crossdock.dispatch.transports.base import FAILED, Transport, Work
 from crossdock.dispatch.transports.mpi import MpiTransport
 from crossdock.dispatch.transports.process_group import ProcessGroupTransport
@@ -151,8 +151,7 @@ class HierarchicalTransport(Transport):
 
 def find_nodes(flat: Transport) -> list[list[int]]:
     """Ranks of each host, by host name, in the order of their first ranks. Collective."""
-    digest = hashlib.sha256(socket.gethostname().encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:8], "little") >> 1])
+    mine = torch.tensor([digest_of(socket.gethostname().encode())])
     nodes: dict[int, list[int]] = {}
     for rank, host in enumerate(flat.exchange(mine)[:, 0].tolist()):
         nodes.setdefault(host, []).append(rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 
 import torch
@@ -16,6 +15,7 @@ from crossdock.dispatch.agreement import (
     agree,
     record_words,
 )
+from crossdock.dispatch.digest import digest_of
 from crossdock.dispatch.onesided.signals import Counter
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.shm_memory import Memory, map_memory_of
@@ -56,7 +56,7 @@ class Table:
             Each rank's process.
         """
         this = Process.this()
-        host = int.from_bytes(hashlib.sha256(this.host.encode()).digest()[:8], "little") >> 1
+        host = digest_of(this.host.encode())
         problem = None
         memory = Memory(0)
         if platform.machine() != "x86_64":

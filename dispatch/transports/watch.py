@@ -8,7 +8,6 @@ the slow. The first to find out writes it down, and the others take its word.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -20,6 +19,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
+
+from crossdock.dispatch.digest import digest_of
 
 if TYPE_CHECKING:
     from crossdock.dispatch.transports.base import Transport
@@ -76,7 +77,7 @@ def _stat(pid: str) -> tuple[str, str]:
 def gather_processes(transport: Transport) -> list[Process]:
     """Where each rank runs, as far as that is this host. Collective."""
     this = Process.this()
-    host = int.from_bytes(hashlib.sha256(this.host.encode()).digest()[:7], "little")
+    host = digest_of(this.host.encode())
     said = transport.exchange(torch.tensor([host, this.pid, int(this.started)])).tolist()
     return [
         Process(this.host if there == host else "another host", pid, str(started))
