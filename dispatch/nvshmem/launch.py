@@ -188,8 +188,9 @@ class Kernels:
         group: int64, the kernels' ``Group``.
     """
 
+    # Names and parameters of the kernels, which are others in another layout.
+    _route_kernel, _route_words, _route_threads = "route", 9, CHUNK
     _rows_kernel, _rows_words = "rows", 9
-    _route_kernel, _route_words = "route", 9
     _combine_kernel = "combine"
 
     def __init__(
@@ -238,13 +239,13 @@ class Kernels:
         tokens = ids.shape[0]
         self._routes[ids.dtype](
             max(1, -(-tokens // CHUNK)),
-            CHUNK,
+            self._route_threads,
             self._group,
             ids.data_ptr(),
             weights.data_ptr(),
             way.data_ptr(),
             tokens,
-            everywhere,
+            *self._route_options(everywhere=everywhere),
             call,
             slot,
             pair_limit,
@@ -275,6 +276,7 @@ class Kernels:
             x.shape[0],
             call,
             pair_limit,
+            *self._rows_options(),
             poison,
             staged,
         )
@@ -311,6 +313,12 @@ class Kernels:
             announced,
         )
 
+    def _route_options(self, *, everywhere: bool) -> tuple[int, ...]:
+        return (everywhere,)
+
+    def _rows_options(self) -> tuple[int, ...]:
+        return ()
+
     def _blocks(self, shape: Shape) -> int:
         present = _num_sms(self._device)
         # Blocks spread over all multiprocessors before two share one.
@@ -339,15 +347,15 @@ class PairKernels(Kernels):
     """The same calls for the expert-major layout.
 
     Args:
-        wire: See :class:`Kernels`, and so are the next three.
-        device: See above.
-        num_sms: See above.
-        group: See above.
+        wire: As for :class:`Kernels`.
+        device: Likewise.
+        num_sms: Likewise.
+        group: Likewise.
         alignment: Rows of which each expert's first is a multiple.
     """
 
+    _route_kernel, _route_words, _route_threads = "route_pairs", 8, ROUTE_PAIRS_THREADS
     _rows_kernel, _rows_words = "pairs", 10
-    _route_kernel, _route_words = "route_pairs", 8
     _combine_kernel = "combine_pairs"
 
     def __init__(
@@ -361,59 +369,12 @@ class PairKernels(Kernels):
         super().__init__(wire, device, num_sms, group)
         self._alignment = alignment
 
-    def route(
-        self,
-        ids: Tensor,
-        weights: Tensor,
-        way: Tensor,
-        *,
-        everywhere: bool,
-        call: int = 0,
-        slot: int = 0,
-        pair_limit: int = -1,
-    ) -> None:
-        """Check, find every pair's place among its expert's; agree on it in a ``call``."""
+    def _route_options(self, *, everywhere: bool) -> tuple[int, ...]:
         assert not everywhere
-        tokens = ids.shape[0]
-        self._routes[ids.dtype](
-            max(1, -(-tokens // CHUNK)),
-            ROUTE_PAIRS_THREADS,
-            self._group,
-            ids.data_ptr(),
-            weights.data_ptr(),
-            way.data_ptr(),
-            tokens,
-            call,
-            slot,
-            pair_limit,
-        )
+        return ()
 
-    def rows(
-        self,
-        slot: Tensor,
-        x: Tensor,
-        way: Tensor,
-        pair_limit: int,
-        *,
-        poison: bool,
-        staged: bool,
-        call: int = 0,
-    ) -> None:
-        """Write pairs to their places, and unless staged wait for everybody's."""
-        self._rows(
-            self._blocks(self._rows_shape),
-            self._rows_shape.threads + WARP,  # one writes metadata
-            self._group,
-            slot.data_ptr(),
-            x.data_ptr(),
-            way.data_ptr(),
-            x.shape[0],
-            call,
-            pair_limit,
-            self._alignment,
-            poison,
-            staged,
-        )
+    def _rows_options(self) -> tuple[int, ...]:
+        return (self._alignment,)
 
 
 @cache

@@ -29,12 +29,12 @@ class PuttingKernels(Kernels):
     """Kernels of a dispatcher some of whose ranks are distant from each other.
 
     Args:
-        wire: As for any.
+        wire: As for :class:`Kernels`.
         device: Likewise.
         num_sms: Likewise.
         group: Likewise.
         num_ranks: R.
-        runtime: NVSHMEM.
+        runtime: Loads kernels that call NVSHMEM.
     """
 
     def __init__(
