@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crossdock.scratch import quantize
+from crossdock.scratch import convert_rows
 
 __all__ = ["Activations", "CutlassFp8Gemm", "GroupedGemm", "Groups", "TorchGemm"]
 
@@ -134,7 +134,7 @@ class CutlassFp8Gemm(GroupedGemm):
         if scale is None:
             for expert in range(weight.shape[0]):  # at load; one in fp32 at a time
                 channel_scale = self._scale[expert].unsqueeze(1)
-                quantize(weight[expert], out=self._weight[expert], scale=channel_scale)
+                convert_rows(weight[expert], out=self._weight[expert], scale=channel_scale)
         else:
             self._weight.copy_(weight)
             self._scale.copy_(scale)

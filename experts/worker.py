@@ -136,7 +136,7 @@ class Worker:
         if rows.offsets is not None:
             self._scratch().reserve(num_pairs)  # unused, but a part of what pair_capacity() says
             x, x_scale = self._input_by_expert(rows, rows.offsets, num_pairs, regions)
-            place = out[:num_pairs] if self._writes(out) else None
+            place = out[:num_pairs] if self._writes_to(out) else None
             y = self._multiply(x, x_scale, rows.offsets, regions, out=place)
             if place is None:
                 out[:num_pairs].copy_(y[:, : self.hidden])
@@ -187,7 +187,7 @@ class Worker:
             place[:, self.hidden :].zero_()
         return place, place_scale
 
-    def _writes(self, y: Tensor) -> bool:
+    def _writes_to(self, y: Tensor) -> bool:
         """Whether the second GEMM can write its output to ``y`` itself."""
         fits = y.dtype == self._dtype and self._padded_hidden == self.hidden
         return fits and self.gemm2.writes_out

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from crossdock.scratch import permute_cuda, permute_torch
-from crossdock.scratch.convert import FP8, quantize, swiglu
+from crossdock.scratch.convert import FP8, convert_rows, swiglu
 from crossdock.scratch.kernels import load_kernel
 from crossdock.scratch.permutation import Permuted, permute, unpermute
 from crossdock.scratch.permute_scratch import PermuteScratch, permute_scratch
@@ -209,7 +209,7 @@ def _run_conversions(device: torch.device, timer: _Timer, *, pairs: int) -> list
     wide = torch.randn(pairs, hidden, device=device).bfloat16()
     payload = torch.empty(pairs, hidden, dtype=FP8, device=device)
     scales = torch.empty(pairs, hidden // 128, device=device)
-    quantize(wide, out=payload, scale=scales)
+    convert_rows(wide, out=payload, scale=scales)
     workspace = WorkspaceManager(device)
     scratch = permute_scratch(
         workspace, num_experts=256, num_local_experts=num_local, device=device

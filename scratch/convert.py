@@ -12,7 +12,7 @@ from torch import Tensor
 
 from crossdock.scratch import convert_cuda, convert_torch
 
-__all__ = ["FP8", "SCALE_BLOCK", "check_scale", "convert_rows", "quantize", "swiglu"]
+__all__ = ["FP8", "SCALE_BLOCK", "check_scale", "convert_rows", "swiglu"]
 
 FP8 = torch.float8_e4m3fn
 SCALE_BLOCK = 128
@@ -49,32 +49,6 @@ def swiglu(
     else:
         convert_torch.convert(gate_up, None, out, scale, rows, gated=True)
     return out
-
-
-def quantize(
-    values: Tensor,
-    *,
-    out: Tensor,
-    scale: Tensor,
-    values_scale: Tensor | None = None,
-    num_rows: int | Tensor | None = None,
-) -> Tensor:
-    """Rows to fp8; also from fp8 with other scales.
-
-    Args:
-        values: [P, H] bf16, fp16, fp32, or float8_e4m3fn with ``values_scale``.
-        out: float8_e4m3fn [P, H], written. Rows may be strided.
-        scale: fp32 [P, 1] or [P, ceil(H / 128)], written.
-        values_scale: The same for an fp8 ``values``.
-        num_rows: As in ``swiglu``.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        ValueError: Shapes or dtypes do not fit together.
-    """
-    return convert_rows(values, out=out, scale=scale, values_scale=values_scale, num_rows=num_rows)
 
 
 def convert_rows(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.experts import ExpertWeights
-from crossdock.scratch import quantize
+from crossdock.scratch import convert_rows
 
 
 def make_rows(
@@ -66,7 +66,7 @@ def wire_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Payload and scales as an fp8 wire delivers them."""
     scale = torch.empty(x.shape[0], -(-x.shape[1] // 128), device=x.device)
     payload = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    return quantize(x, out=payload, scale=scale), scale
+    return convert_rows(x, out=payload, scale=scale), scale
 
 
 def quantised_channels(weights: ExpertWeights) -> ExpertWeights:
@@ -76,6 +76,6 @@ def quantised_channels(weights: ExpertWeights) -> ExpertWeights:
         flat = weight.flatten(0, 1)
         out = torch.empty(flat.shape, dtype=torch.float8_e4m3fn)
         scale = torch.empty(flat.shape[0], 1)
-        quantize(flat, out=out, scale=scale)
+        convert_rows(flat, out=out, scale=scale)
         fields |= {name: out.view(weight.shape), f"{name}_scale": scale.view(weight.shape[:2])}
     return ExpertWeights(**fields, format="fp8_channel")

@@ -14,9 +14,9 @@ import torch
 
 from crossdock.scratch import (
     WorkspaceManager,
+    convert_rows,
     permute,
     permute_scratch,
-    quantize,
     swiglu,
     unpermute,
 )
@@ -77,7 +77,7 @@ def convert(rows: int, width: int, dtype: torch.dtype) -> None:
     for scales in {1, -(-width // 128)}:
         scale = torch.empty(rows, scales, device="cuda")
         swiglu(gate_up, out=fp8, scale=scale)
-        quantize(plain, out=fp8, scale=scale)
+        convert_rows(plain, out=fp8, scale=scale)
         assert scale.isfinite().all()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from crossdock.scratch import PermuteScratch, permute, quantize, swiglu
+from crossdock.scratch import PermuteScratch, convert_rows, permute, swiglu
 from tests.scratch.oracle import expected_permutation, poison_, random_routing
 
 FP8 = torch.float8_e4m3fn
@@ -39,7 +39,7 @@ def test_quantize_equals_the_blockwise_reference(width):
     for num_scales in scale_widths(width):
         out = torch.empty(9, width + 16, dtype=FP8)[:, :width]
         scale = torch.full((9, num_scales), float("nan"))
-        quantize(values, out=out, scale=scale)
+        convert_rows(values, out=out, scale=scale)
         payload, want_scale = reference_fp8(values, num_scales)
         assert torch.equal(scale, want_scale)
         assert torch.equal(out.view(torch.uint8), payload)
@@ -49,7 +49,7 @@ def test_rows_past_num_rows_are_neither_read_nor_written():
     values = poison_(torch.empty(6, 256))
     values[:4] = torch.randn(4, 256)
     out, scale = poison_(torch.empty(6, 256, dtype=FP8)), torch.full((6, 2), 7.0)
-    quantize(values, out=out, scale=scale, num_rows=torch.tensor([4]))
+    convert_rows(values, out=out, scale=scale, num_rows=torch.tensor([4]))
     assert scale[:4].isfinite().all()
     assert (scale[4:] == 7.0).all()
     assert not out[:4].float().isnan().any()
@@ -108,4 +108,6 @@ def test_permute_quantises_dequantises_and_requantises_on_the_way(width):
 
 def test_scales_of_a_third_shape_are_refused():
     with pytest.raises(ValueError, match="scale of out"):
-        quantize(torch.randn(2, 512), out=torch.empty(2, 512, dtype=FP8), scale=torch.empty(2, 3))
+        convert_rows(
+            torch.randn(2, 512), out=torch.empty(2, 512, dtype=FP8), scale=torch.empty(2, 3)
+        )

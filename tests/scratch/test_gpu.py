@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from crossdock.scratch import (
     PermuteScratch,
     WorkspaceManager,
+    convert_rows,
     permute,
     permute_scratch,
-    quantize,
     swiglu,
     unpermute,
 )
@@ -392,9 +392,9 @@ def test_swiglu_and_fp8_equal_plain_torch(device, width, dtype):
     for num_scales in {1, -(-width // 128)}:
         values = gate_up[:, :width]
         want, want_scale = torch.zeros(37, width, dtype=FP8), torch.zeros(37, num_scales)
-        quantize(values, out=want, scale=want_scale, num_rows=30)
+        convert_rows(values, out=want, scale=want_scale, num_rows=30)
         got, got_scale = torch.zeros_like(want, device=device), want_scale.to(device).fill_(0)
-        quantize(values.to(device), out=got, scale=got_scale, num_rows=rows)
+        convert_rows(values.to(device), out=got, scale=got_scale, num_rows=rows)
         assert torch.equal(got_scale.cpu(), want_scale)
         assert torch.equal(bits(got.cpu()), bits(want))
         swiglu(gate_up.to(device), out=got, scale=got_scale, num_rows=rows)
@@ -414,7 +414,7 @@ def test_permute_converts_as_plain_torch_does(device, tokens, hidden):
     x[: tokens - 3] = torch.randn(tokens - 3, hidden)
     blocks = -(-hidden // 128)
     fp8, fp8_scale = torch.zeros(tokens, hidden, dtype=FP8), torch.rand(tokens, blocks)
-    quantize(x, out=fp8, scale=fp8_scale)
+    convert_rows(x, out=fp8, scale=fp8_scale)
     for source, scale, dtype, num_scales in (
         (x, None, FP8, blocks),
         (x, None, FP8, 1),
