@@ -14,7 +14,7 @@ from crossdock.dispatch.config import DTYPES, DispatchConfig
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.placement import ExpertPlacement
 from crossdock.dispatch.topology import Topology
-from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.transports.base import Transport, in_words
 
 __all__ = [
     "Attempt",
@@ -57,9 +57,7 @@ class Attempt:
         if error is None or not _is_out_of_memory(error):
             return False
         logger.warning("no %s", self._purpose, exc_info=error)
-        self.problem = Problem(
-            ProblemKind.CAPACITY, f"no {self._purpose}: {type(error).__name__}: {error}"
-        )
+        self.problem = Problem(ProblemKind.CAPACITY, f"no {self._purpose}: {in_words(error)}")
         return True
 
 
@@ -119,7 +117,7 @@ def _check(
 ) -> Problem | None:
     """What is wrong with a tensor [rows, columns]; any number of rows will do if it is None."""
     if not isinstance(value, Tensor):
-        wanted = _in_words(rows, columns)
+        wanted = _shape(rows, columns)
         return _routing(f"{name} is a {type(value).__name__}: a tensor {wanted} is wanted")
     if value.requires_grad and torch.is_grad_enabled():
         return Problem(ProblemKind.GRADIENT, f"{name} {_NO_GRAD}")
@@ -138,12 +136,12 @@ def _check(
     return None
 
 
-def _in_words(rows: int | None, columns: int) -> str:
+def _shape(rows: int | None, columns: int) -> str:
     return f"[{'T' if rows is None else rows}, {columns}]"
 
 
 def _wrong_shape(name: str, value: Tensor, rows: int | None, columns: int) -> Problem:
-    wanted = _in_words(rows, columns)
+    wanted = _shape(rows, columns)
     return _routing(f"{name} has shape {list(value.shape)}: {wanted} is wanted")
 
 

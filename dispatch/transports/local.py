@@ -18,6 +18,7 @@ from crossdock.dispatch.transports.base import (
     Done,
     Transport,
     Work,
+    in_words,
 )
 from crossdock.scratch.errors import ConfigError, PeerFailed, RankTimeout
 
@@ -158,7 +159,7 @@ def run_local(
         except BaseException as error:
             with lock:
                 failures.append((rank, error))
-            meeting.leave(rank, f"{FAILED}: {type(error).__name__}: {error}")
+            meeting.leave(rank, f"{FAILED}: {in_words(error)}")
             return None
         meeting.leave(rank, "returned")
         return result
@@ -182,6 +183,6 @@ def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
     others = tuple(f for f in failures if f[1] is not first)
     first.add_note(f"raised on rank {rank}")
     for other, error in others:
-        first.add_note(f"rank {other}: {type(error).__name__}: {error}")
+        first.add_note(f"rank {other}: {in_words(error)}")
     first.peers = others  # type: ignore[attr-defined]
     return first
