@@ -1,4 +1,4 @@
-"""SwiGLU and fp8 in one read and one write, where a pass of its own would stand between kernels.
+"""SwiGLU and conversions: one read and one write, where a pass of its own would be between kernels.
 
 fp8 is e4m3 with fp32 dequantisation factors, one a row ([P, 1]) or one for each 128 elements of it
 ([P, ceil(H / 128)]; where H <= 128 the two are the same): scale = amax / 448, the largest e4m3, and
