@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from crossdock.scratch.jit import JitMissingError, toolkit_include_dirs
 from tests.harness.pool import Pools
 from tests.harness.ranks import ALL_KINDS, Ranks
+from tests.nvshmem.emulation import emulate, run_emulated
 
 settings.register_profile("crossdock", deadline=None, print_blob=True)
 settings.load_profile("crossdock")
@@ -39,6 +44,25 @@ def local(pools: Pools) -> Ranks:
 def gloo(pools: Pools) -> Ranks:
     """``gloo(world_size, fn, *args)``: processes."""
     return Ranks("gloo", pools)
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where CUDA sources are built as plain C++, each once, for tests without a GPU."""
+    try:
+        toolkit_include_dirs()
+    except JitMissingError as error:
+        pytest.skip(str(error))
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, kernels: Path) -> Callable[..., list[Any]]:
+    """``emulated(world_size, fn, *args)``: threads, over NVSHMEM whose kernels run on the CPU."""
+    emulate(monkeypatch, kernels)
+    return run_emulated
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

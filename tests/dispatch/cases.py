@@ -6,6 +6,7 @@ that checks what came back.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,14 @@ def simple_case(
         seed=seed,
         idx_dtype=idx_dtype,
     )
+
+
+def ragged(ranks: int, *, steps: int = 3, seed: int = 0, most: int = 300, **settings: Any) -> Case:
+    """Tokens that change from step to step and from rank to rank, none at all included."""
+    draw = random.Random(f"{ranks} {seed}")
+    tokens = [tuple(draw.choice([0, 1, 17, most]) for _ in range(ranks)) for _ in range(steps)]
+    settings = {"num_experts": 10, "top_k": 4, "hidden": 136} | settings
+    return simple_case(tokens, seed=seed, **settings)
 
 
 def owner_of(owner: Sequence[int], topk_idx: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from crossdock.dispatch.transports.base import Transport
 from crossdock.scratch.errors import LockedError
 from tests.dispatch.cases import Case, Step, copy_rows, fill_results, one_step, send
 from tests.gpus.reference import check_step
-from tests.nvshmem import ranks as nvshmem_checks
+from tests.nvshmem import graphs
 
 BURST = 8  # now and then a step is as many times larger
 
@@ -114,12 +114,12 @@ def steps_of_random_sizes(transport: Transport, case: Case, num_steps: int) -> i
     return largest
 
 
-class Halves(nvshmem_checks.Graph):
+class Halves(graphs.Graph):
     """A captured dispatch and a captured combine; the host is between them, and looks."""
 
     def __init__(self, dispatcher: Dispatcher, case: Case, num_tokens: int) -> None:
         super().__init__(dispatcher, case, num_tokens)
-        self.replay_combine = nvshmem_checks.record(self.bring_home)
+        self.replay_combine = graphs.record(self.bring_home)
 
     def step(self) -> None:
         self.rows, self.handle = self.dispatcher.dispatch(self.x, self.ids, self.weights)

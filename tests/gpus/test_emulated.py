@@ -17,44 +17,31 @@ from crossdock.launch.bench.peers import PeerCopy
 from tests.dispatch.cases import simple_case
 from tests.gpus import checks
 from tests.gpus.reference import TracedCase
-from tests.nvshmem import ranks as nvshmem_checks
-from tests.nvshmem.emulation import emulate, record_by_repeating
-from tests.nvshmem.test_emulated import folder  # noqa: F401
+from tests.nvshmem.emulation import record_by_repeating
 
-CPU = torch.device("cpu")
 RANKS = 3
 
 
-@pytest.fixture(autouse=True)
-def _emulated(monkeypatch, folder):  # noqa: F811
-    emulate(monkeypatch, folder)
-    monkeypatch.setattr(nvshmem_checks, "record", record_by_repeating)
-
-
-def on_emulated_gpus(check: Callable[[Transport], object]) -> None:
-    run_local(RANKS, lambda host: check(NvshmemTransport(host, CPU)))
-
-
 @pytest.mark.parametrize("wire", ["payload", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_captured_steps(wire, seed):
+def test_captured_steps(emulated, wire, seed):
     tokens = [(30, 30, 30), (0, 12, 30), (0, 0, 0), (1, 0, 0)]
     case = simple_case(tokens, hidden=136, wire=wire, debug=False, seed=seed)
-    on_emulated_gpus(lambda transport: checks.captured_steps_are_right(transport, case))
+    emulated(RANKS, checks.captured_steps_are_right, case)
 
 
-def test_captured_recorded_routing(seed):
+def test_captured_recorded_routing(emulated, seed):
     plain = simple_case([(20,) * RANKS] * 2, num_experts=64, top_k=8, debug=False, seed=seed)
     case = TracedCase(**vars(plain), trace="e64")
-    on_emulated_gpus(lambda transport: checks.captured_steps_are_right(transport, case))
+    emulated(RANKS, checks.captured_steps_are_right, case)
 
 
 @pytest.mark.slow
-def test_steps_of_random_sizes(seed):
+def test_steps_of_random_sizes(emulated, seed):
     case = simple_case([(30,) * RANKS], num_experts=16, hidden=64, timeout_s=60.0, seed=seed)
-    on_emulated_gpus(lambda transport: checks.steps_of_random_sizes(transport, case, 25))
+    emulated(RANKS, checks.steps_of_random_sizes, case, 25)
 
 
-def test_the_benchmark_measures_what_it_says(monkeypatch):
+def test_the_benchmark_measures_what_it_says(monkeypatch, emulated):
     """All of it but graphs, events and the driver's copies."""
     monkeypatch.setattr(bench, "_record", record_by_repeating)
     monkeypatch.setattr(bench, "measure_graphs", replay_in_turns)
@@ -63,11 +50,11 @@ def test_the_benchmark_measures_what_it_says(monkeypatch):
     monkeypatch.setattr("crossdock.launch.bench.inputs.HIDDEN", 64)
     cases = [bench.Case(tokens=40), bench.Case(tokens=9, routing="e64", num_sms=1)]
 
-    def measure(host: Transport) -> dict:
-        transports = {"nvshmem": NvshmemTransport(host, CPU), "local": host}
+    def measure(transport: NvshmemTransport) -> dict:
+        transports = {"nvshmem": transport, "local": transport._host}
         return bench.bench_gpus(bench.Fabric(transports=transports), cases, seconds=200, rounds=2)
 
-    result, *_ = run_local(RANKS, measure)
+    result, *_ = emulated(RANKS, measure)
     assert [case["tokens"] for case in result["cases"]] == [40, 9]
     first, few_sms = result["cases"]
     assert {"naive over local", "captured nvshmem dispatch", "peer copy"} <= first["us"].keys()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dispatch.cases import simple_case
+from tests.dispatch.cases import ragged, simple_case
 from tests.gpus import checks
 from tests.gpus.fleet import Crew, Fleet, on
 from tests.gpus.reference import TracedCase
-from tests.nvshmem.ranks import ragged
 
 SETTINGS = [
     {"wire": wire, "algorithm": algorithm}

@@ -14,10 +14,12 @@ from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from crossdock.dispatch import run_local
 from crossdock.dispatch.nvshmem import eager as eager_module
 from crossdock.dispatch.nvshmem import launch as launch_module
 from crossdock.dispatch.nvshmem import mover as mover_module
@@ -25,11 +27,15 @@ from crossdock.dispatch.nvshmem import puts as puts_module
 from crossdock.dispatch.nvshmem.runtime import Symmetric, pretended_reach
 from crossdock.dispatch.transports import nvshmem as transport_module
 from crossdock.dispatch.transports.base import Transport
+from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.scratch.jit import toolkit_include_dirs
+from tests.nvshmem import graphs
 
-__all__ = ["emulate", "record_by_repeating"]
+__all__ = ["CPU", "emulate", "record_by_repeating", "run_emulated"]
 
 HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+T = TypeVar("T")
 _building = threading.Lock()
 _thread = threading.local()
 PTX = {
@@ -44,7 +50,7 @@ PTX = {
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let ``NvshmemTransport(host, cpu)`` work in this process."""
+    """Let ``NvshmemTransport(host, CPU)`` work in this process, and graphs be steps repeated."""
 
     def load(path, name, num_words, *, device, defines, shared_bytes=0, runtime=None):
         return _Kernel(folder, path, name, tuple(sorted(defines.items())), runtime)
@@ -68,6 +74,12 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         "current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(graphs, "record", record_by_repeating)
+
+
+def run_emulated(world_size: int, fn: Callable[..., T], *args: Any) -> list[T]:
+    """``[fn(transport, *args) of every rank]`` after :func:`emulate`; ranks are threads."""
+    return run_local(world_size, lambda host: fn(NvshmemTransport(host, CPU), *args))
 
 
 def record_by_repeating(step: Callable[[], None]) -> Callable[[], None]:

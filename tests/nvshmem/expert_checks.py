@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -27,17 +27,15 @@ from crossdock.experts import ExpertWeights, MoELayer, make_experts
 from crossdock.scratch import WorkspaceManager
 from crossdock.scratch.errors import CapacityError, HandleError, LockedError, RoutingError
 from tests.dispatch import cases, oracle
-from tests.dispatch.cases import Case, send, simple_case
+from tests.dispatch.cases import Case, send
+from tests.nvshmem import graphs
+from tests.nvshmem.graphs import PairGraph
 
 NAN = float("nan")
 
 
-def ragged(ranks: int, *, steps: int = 2, seed: int = 0, most: int = 200, **settings) -> Case:
-    """Tokens that change from step to step and from rank to rank, none at all included."""
-    draw = random.Random(f"{ranks} {seed}")
-    tokens = [tuple(draw.choice([0, 1, 17, most]) for _ in range(ranks)) for _ in range(steps)]
-    settings = {"num_experts": 10, "top_k": 4, "hidden": 136} | settings
-    return simple_case(tokens, seed=seed, layout="expert", **settings)
+def ragged(ranks: int, *, steps: int = 2, most: int = 200, **settings: Any) -> Case:
+    return cases.ragged(ranks, steps=steps, most=most, layout="expert", **settings)
 
 
 @lru_cache(maxsize=16)
@@ -226,53 +224,7 @@ def both_layouts_share_a_transport(transport: Transport) -> None:
             assert not home.wait().any()
 
 
-class PairGraph:
-    """A captured step whose experts give every pair back as it came, all weights 1."""
-
-    def __init__(
-        self,
-        record: Callable[[Callable[[], None]], Callable[[], None]],
-        dispatcher: Dispatcher,
-        case: Case,
-        num_tokens: int,
-    ) -> None:
-        config, device = case.config, dispatcher.transport.device
-        self.dispatcher = dispatcher
-        self.x = torch.zeros(num_tokens, config.hidden, dtype=config.dtype, device=device)
-        self.ids = torch.full((num_tokens, config.top_k), -1, device=device)
-        self.weights = torch.ones(num_tokens, config.top_k, device=device)
-        self.owner = torch.tensor([*case.owner, -1], device=device)
-        self.ranks = dispatcher.transport.world_size
-        self.replay_graph = record(self.step)
-
-    def step(self) -> None:
-        self.rows, handle = self.dispatcher.dispatch(self.x, self.ids, self.weights)
-        self.rows.y.copy_(self.rows.x)
-        self.out = self.dispatcher.combine(self.rows.y, handle)
-
-    def fill(self, batch) -> None:
-        n = len(batch.x)
-        self.x[:n] = batch.x.to(self.x.device)
-        self.ids.fill_(-1)
-        self.ids[:n] = batch.topk_idx.to(self.x.device)
-        self.weights.fill_(1)
-
-    def replay(self) -> None:
-        self.out.fill_(7)
-        self.replay_graph()
-
-    def is_right(self) -> bool:
-        owners = self.owner[self.ids]
-        want = torch.zeros_like(self.x, dtype=torch.float32)
-        for rank in range(self.ranks):
-            pairs = (owners == rank).sum(1, keepdim=True)
-            want += (self.x.float() * pairs).to(self.x.dtype).float()
-        return torch.equal(self.out, want.to(self.x.dtype))
-
-
-def graphs_of_pairs_refuse_and_replay(
-    transport: Transport, record: Callable[[Callable[[], None]], Callable[[], None]]
-) -> None:
+def graphs_of_pairs_refuse_and_replay(transport: Transport) -> None:
     rank, ranks = transport.rank, transport.world_size
     last = ranks - 1
     case = ragged(ranks, hidden=64, num_experts=8, expert_alignment=2, debug=False)
@@ -280,7 +232,7 @@ def graphs_of_pairs_refuse_and_replay(
     with case.dispatcher(transport) as dispatcher:
         one_step(dispatcher, transport, case, 0)
         dispatcher.lock(pair_capacity=3000)
-        graph = PairGraph(record, dispatcher, case, 200)
+        graph = PairGraph(dispatcher, case, 200)
         for turn in range(3):
             graph.fill(replace(case, seed=turn).batch(0, rank))
             graph.replay()
@@ -316,9 +268,7 @@ def graphs_of_pairs_refuse_and_replay(
         one_step(dispatcher, transport, case, 1)
 
 
-def both_layouts_give_the_same_bits(
-    transport: Transport, record: Callable[[Callable[[], None]], Callable[[], None]]
-) -> None:
+def both_layouts_give_the_same_bits(transport: Transport) -> None:
     """Through dispatch, torch's experts and combine; eagerly, and captured."""
     ranks, rank, device = transport.world_size, transport.rank, transport.device
     case = ragged(ranks, hidden=64, num_experts=6, top_k=3)
@@ -349,7 +299,7 @@ def both_layouts_give_the_same_bits(
                 def step(x=x, ids=ids, w=w, layer=layer, found=outs[layout, alignment]) -> None:
                     found[2:] = [layer(x, ids, w)]
 
-                replay = record(step)
+                replay = graphs.record(step)
                 replay()
                 dispatcher.check()
         first = outs.pop(("row", 1))
@@ -365,4 +315,7 @@ CHECKS: list[Callable[[Transport], None]] = [
     pairs_that_do_not_fit_a_lock_are_refused,
     both_layouts_share_a_transport,
 ]
-CAPTURED = [graphs_of_pairs_refuse_and_replay, both_layouts_give_the_same_bits]
+CAPTURED: list[Callable[[Transport], None]] = [
+    graphs_of_pairs_refuse_and_replay,
+    both_layouts_give_the_same_bits,
+]

@@ -11,14 +11,12 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
 
 import pytest
 import torch
 
-from crossdock.dispatch import Dispatcher, connect
+from crossdock.dispatch import connect
 from crossdock.dispatch.buckets import next_power_of_two
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.wire import quantize
@@ -32,19 +30,12 @@ from crossdock.scratch.errors import (
     RankTimeout,
     RoutingError,
 )
-from tests.dispatch.cases import Case, all_steps, one_step, send, simple_case
+from tests.dispatch.cases import Case, all_steps, one_step, ragged, send, simple_case
 from tests.dispatch.oracle import check_step, expected_rows
 from tests.nvshmem import expert_checks
+from tests.nvshmem.graphs import Graph
 
 CUDA = torch.device("cuda", 0)
-
-
-def ragged(ranks: int, *, steps: int = 3, seed: int = 0, most: int = 300, **settings) -> Case:
-    """Tokens that change from step to step and from rank to rank, none at all included."""
-    draw = random.Random(f"{ranks} {seed}")
-    tokens = [tuple(draw.choice([0, 1, 17, most]) for _ in range(ranks)) for _ in range(steps)]
-    settings = {"num_experts": 10, "top_k": 4, "hidden": 136, "unrouted": 0.1} | settings
-    return simple_case(tokens, seed=seed, **settings)
 
 
 def check_all(transport: Transport, case: Case) -> None:
@@ -70,6 +61,16 @@ def rows_and_sums_are_exact(transport: Transport) -> None:
     for routing in ("one expert", "none", "not rank 0"):
         check_all(transport, ragged(ranks, routing=routing))
     check_all(transport, ragged(ranks, most=5000, steps=2, top_k=8))
+
+
+def few_shapes_are_exact(transport: Transport) -> None:
+    """The widest variety that the pace of an emulation allows."""
+    ranks = transport.world_size
+    for algorithm in ("alltoall", "allgather"):
+        for wire in ("payload", "fp8"):
+            check_all(transport, ragged(ranks, most=150, steps=2, algorithm=algorithm, wire=wire))
+    check_all(transport, ragged(ranks, most=30, top_k=40, num_experts=1100))
+    check_all(transport, ragged(ranks, most=30, hidden=1040, steps=1))
 
 
 def fp8_is_the_quantiser_s_bits(transport: Transport) -> None:
@@ -371,51 +372,6 @@ def blocks_of_rows_travel_too(transport: Transport) -> None:
             assert (part == 10 * source + rank).all()
 
 
-def record(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step; what replays it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-class Graph:
-    """A captured step whose experts give every row back as it came."""
-
-    def __init__(self, dispatcher: Dispatcher, case: Case, num_tokens: int) -> None:
-        config, device = case.config, dispatcher.transport.device
-        self.dispatcher = dispatcher
-        self.x = torch.zeros(num_tokens, config.hidden, dtype=config.dtype, device=device)
-        self.ids = torch.full((num_tokens, config.top_k), -1, device=device)
-        self.weights = torch.zeros(num_tokens, config.top_k, device=device)
-        self.owner = torch.tensor([*case.owner, -1], device=device)
-        self.ranks = dispatcher.transport.world_size
-        self.replay_graph = record(self.step)
-
-    def step(self) -> None:
-        self.rows, handle = self.dispatcher.dispatch(self.x, self.ids, self.weights)
-        self.rows.y.copy_(self.rows.x)
-        self.out = self.dispatcher.combine(self.rows.y, handle)
-
-    def fill(self, batch) -> None:
-        n = len(batch.x)
-        self.x[:n] = batch.x.to(self.x.device)
-        self.ids.fill_(-1)
-        self.ids[:n] = batch.topk_idx.to(self.x.device)
-        self.weights.fill_(float("nan"))
-        self.weights[:n] = batch.topk_weights.to(self.x.device)
-
-    def replay(self) -> None:
-        self.out.fill_(7)
-        self.replay_graph()
-
-    def is_right(self) -> bool:
-        owners = self.owner[self.ids]
-        times = sum((owners == rank).any(1).float() for rank in range(self.ranks))
-        want = (self.x.float() * times[:, None]).to(self.x.dtype)
-        return torch.equal(self.out, want)
-
-
 def graphs_and_eager_steps_interleave(transport: Transport) -> None:
     rank, ranks = transport.rank, transport.world_size
     case = simple_case([(128,) * ranks, (40,) * ranks, (7,) * ranks], hidden=64, debug=False)
@@ -625,16 +581,6 @@ def a_rank_that_never_comes_is_named(transport: Transport) -> None:
     dispatcher.close()
 
 
-def with_graphs(
-    check: Callable[[Transport, Callable[[Callable[[], None]], Callable[[], None]]], None],
-) -> Callable[[Transport], None]:
-    @wraps(check)
-    def run(transport: Transport) -> None:
-        check(transport, record)
-
-    return run
-
-
 CHECKS = [
     rows_and_sums_are_exact,
     fp8_is_the_quantiser_s_bits,
@@ -657,7 +603,7 @@ CHECKS = [
     a_late_rank_changes_nothing,
     two_thousand_steps_are_right,
 ]
-PAIRS = [*expert_checks.CHECKS, *map(with_graphs, expert_checks.CAPTURED)]  # not if distant
+PAIRS = [*expert_checks.CHECKS, *expert_checks.CAPTURED]  # not if distant
 LAST = [a_transport_closes_and_opens_again, a_rank_that_never_comes_is_named]
 ALONE = [a_rank_that_misses_an_eager_step_is_named]  # if asked for by name
 

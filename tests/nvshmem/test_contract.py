@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from crossdock.dispatch import run_local
-from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from tests.dispatch.cases import all_steps, simple_case
 from tests.dispatch.test_errors_everywhere import *  # noqa: F403
 from tests.dispatch.test_handles import *  # noqa: F403
-from tests.nvshmem.emulation import emulate
-from tests.nvshmem.test_emulated import folder  # noqa: F401
 from tests.transports.over import leave_out_what_does_not_use
 
 # Its rows are no multiple of 8 elements.
@@ -21,14 +16,7 @@ leave_out_what_does_not_use(globals(), "ranks")
 
 
 @pytest.fixture
-def ranks(monkeypatch, folder):  # noqa: F811
-    emulate(monkeypatch, folder)
-
-    def run(world_size, fn, *args):
-        return run_local(
-            world_size, lambda host: fn(NvshmemTransport(host, torch.device("cpu")), *args)
-        )
-
+def ranks(emulated):
     # Some tests mind the time, which is no time to build kernels.
-    run(1, all_steps, simple_case([(3,)]))
-    return run
+    emulated(1, all_steps, simple_case([(3,)]))
+    return emulated

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crossdock.dispatch import run_local
 from crossdock.dispatch.nvshmem.layout import MAX_RANKS, control_stand_in, distant_bits
 from crossdock.dispatch.nvshmem.runtime import pretended_reach
-from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.scratch.errors import ConfigError
 from tests.nvshmem import expert_checks
 from tests.nvshmem import ranks as checks
-from tests.nvshmem.emulation import emulate, record_by_repeating
-from tests.nvshmem.test_emulated import few_shapes_are_exact, folder  # noqa: F401
 
 
 def slow(*values):
@@ -32,7 +28,7 @@ def slow(*values):
         checks.ranks_in_different_calls_all_hear_of_it_and_go_on,
         checks.two_dispatchers_and_two_slots_interleave,
         *slow(
-            [few_shapes_are_exact],
+            [checks.few_shapes_are_exact],
             [checks.a_graph_refuses_what_does_not_fit],
             [checks.a_rank_that_ends_is_named_by_those_that_dispatch],
             [checks.a_rank_that_misses_an_eager_step_is_named],
@@ -47,23 +43,19 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("world_size", "puts"), [(2, "all"), (4, "2"), *slow((3, "all"), (3, "2"), (4, "all"))]
 )
-def test_distant_ranks(monkeypatch, folder, world_size, puts, check):  # noqa: F811
+def test_distant_ranks(monkeypatch, emulated, world_size, puts, check):
     monkeypatch.setenv("CROSSDOCK_NVSHMEM_PUTS", puts)
-    emulate(monkeypatch, folder)
-    monkeypatch.setattr(checks, "record", record_by_repeating)
-    run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+    emulated(world_size, check)
 
 
-def test_pairs_grouped_by_expert_are_refused(monkeypatch, folder):  # noqa: F811
+def test_pairs_grouped_by_expert_are_refused(monkeypatch, emulated):
     monkeypatch.setenv("CROSSDOCK_NVSHMEM_PUTS", "2")
-    emulate(monkeypatch, folder)
 
-    def construct(host):
-        transport = NvshmemTransport(host, torch.device("cpu"))
+    def construct(transport):
         with pytest.raises(ConfigError, match=r"layout = 'expert'.*addresses"):
             expert_checks.ragged(4).dispatcher(transport)
 
-    run_local(4, construct)
+    emulated(4, construct)
 
 
 @pytest.mark.parametrize(

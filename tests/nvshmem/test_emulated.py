@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from dataclasses import replace
 
 import pytest
-import torch
 
-from crossdock.dispatch import run_local
 from crossdock.dispatch.transports import nvshmem as transport_module
-from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.scratch.errors import RankTimeout
-from crossdock.scratch.jit import JitMissingError, toolkit_include_dirs
 from tests.nvshmem import alone
 from tests.nvshmem import ranks as checks
-from tests.nvshmem.emulation import emulate, record_by_repeating
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    try:
-        toolkit_include_dirs()
-    except JitMissingError as error:
-        pytest.skip(str(error))
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    shared = tmp_path_factory.getbasetemp() / "kernels"  # by all modules: each is compiled once
-    shared.mkdir(exist_ok=True)
-    return shared
-
-
-def few_shapes_are_exact(transport: Transport) -> None:
-    """The widest variety that the emulation's pace allows."""
-    ranks = transport.world_size
-    for algorithm in ("alltoall", "allgather"):
-        for wire in ("payload", "fp8"):
-            case = checks.ragged(ranks, most=150, steps=2, algorithm=algorithm, wire=wire)
-            checks.check_all(transport, case)
-    checks.check_all(transport, checks.ragged(ranks, most=30, top_k=40, num_experts=1100))
-    checks.check_all(transport, checks.ragged(ranks, most=30, hidden=1040, steps=1))
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        few_shapes_are_exact,
+        checks.few_shapes_are_exact,
         checks.fp8_is_the_quantiser_s_bits,
         checks.fp8_of_extreme_numbers_is_the_quantiser_s_too,
         checks.a_handle_s_way_is_taken_again,
@@ -70,17 +40,14 @@ def few_shapes_are_exact(transport: Transport) -> None:
 @pytest.mark.parametrize(
     "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 8))]
 )
-def test_emulated(monkeypatch, folder, world_size, check):
-    emulate(monkeypatch, folder)
-    monkeypatch.setattr(checks, "record", record_by_repeating)
-    run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+def test_emulated(emulated, world_size, check):
+    emulated(world_size, check)
 
 
 @pytest.mark.parametrize("check", alone.CHECKS[:5], ids=lambda check: check.__name__)
-def test_one_rank_needs_no_nvshmem(monkeypatch, folder, check):
-    emulate(monkeypatch, folder)
+def test_one_rank_needs_no_nvshmem(monkeypatch, emulated, check):
     monkeypatch.setattr(transport_module, "Runtime", alone.Runtime)
-    run_local(1, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+    emulated(1, check)
 
 
 def a_dead_process_is_named(transport: NvshmemTransport) -> None:
@@ -95,15 +62,11 @@ def a_dead_process_is_named(transport: NvshmemTransport) -> None:
         transport.require_working()
 
 
-def test_a_rank_whose_process_has_ended_is_not_waited_for(monkeypatch, folder):
-    emulate(monkeypatch, folder)
-    check = a_dead_process_is_named
-    run_local(2, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+def test_a_rank_whose_process_has_ended_is_not_waited_for(emulated):
+    emulated(2, a_dead_process_is_named)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_shapes_are_exact(monkeypatch, folder, world_size):
-    emulate(monkeypatch, folder)
-    check = checks.rows_and_sums_are_exact
-    run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+def test_all_shapes_are_exact(emulated, world_size):
+    emulated(world_size, checks.rows_and_sums_are_exact)

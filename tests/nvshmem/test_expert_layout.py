@@ -7,16 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crossdock.dispatch import run_local
-from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.launch.bench import layouts as bench
 from tests.nvshmem import expert_checks as checks
-from tests.nvshmem.emulation import emulate, record_by_repeating
-from tests.nvshmem.test_emulated import folder  # noqa: F401 - a fixture
-
-
-def run(world_size: int, check) -> None:
-    run_local(world_size, lambda host: check(NvshmemTransport(host, torch.device("cpu"))))
+from tests.nvshmem.emulation import record_by_repeating
 
 
 @pytest.mark.parametrize(
@@ -25,30 +18,26 @@ def run(world_size: int, check) -> None:
 @pytest.mark.parametrize(
     "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))]
 )
-def test_emulated(monkeypatch, folder, world_size, check):  # noqa: F811
-    emulate(monkeypatch, folder)
-    run(world_size, check)
+def test_emulated(emulated, world_size, check):
+    emulated(world_size, check)
 
 
 @pytest.mark.parametrize("check", checks.CAPTURED, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(
     "world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
 )
-def test_captured(monkeypatch, folder, world_size, check):  # noqa: F811
-    emulate(monkeypatch, folder)
-    run(world_size, lambda transport: check(transport, record_by_repeating))
+def test_captured(emulated, world_size, check):
+    emulated(world_size, check)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_all_shapes_are_exact(monkeypatch, folder, world_size):  # noqa: F811
-    emulate(monkeypatch, folder)
-    run(world_size, checks.pairs_and_their_sums_are_exact)
+def test_all_shapes_are_exact(emulated, world_size):
+    emulated(world_size, checks.pairs_and_their_sums_are_exact)
 
 
-def test_the_benchmark_compares_the_same_results(monkeypatch, folder):  # noqa: F811
+def test_the_benchmark_compares_the_same_results(monkeypatch, emulated):
     """All of it but graphs, which are run once, and times."""
-    emulate(monkeypatch, folder)
     uniform_inputs = bench.uniform_inputs
 
     def inputs(*arguments):
@@ -71,8 +60,7 @@ def test_the_benchmark_compares_the_same_results(monkeypatch, folder):  # noqa: 
         monkeypatch.setattr(bench, name, fake)
     monkeypatch.setattr("crossdock.launch.bench.inputs.HIDDEN", 64)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
-    measure = bench.bench_layouts
-    result, _ = run_local(2, lambda host: measure(NvshmemTransport(host, torch.device("cpu"))))
+    result, _ = emulated(2, bench.bench_layouts)
     case = result["cases"]["payload, 20 tokens"]
     assert {"row: permute", "row: step", "expert: copy of y", "expert: step"} <= case["us"].keys()
     assert case["rows a token"]["expert"] == 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from crossdock.scratch import PermuteScratch, permute_cuda
-from crossdock.scratch.jit import JitMissingError, toolkit_include_dirs
+from crossdock.scratch.jit import toolkit_include_dirs
 from crossdock.scratch.permutation import Permuted
 from crossdock.scratch.permute_scratch import MAX_TILES, padded_experts
 from tests.scratch.oracle import expected_permutation
@@ -56,18 +55,10 @@ def build(folder: Path, experts: int) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-@pytest.fixture
-def emulated(tmp_path_factory, monkeypatch):
-    try:
-        toolkit_include_dirs()
-    except JitMissingError as error:
-        pytest.skip(str(error))
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    folder = tmp_path_factory.getbasetemp()
-
+@pytest.fixture(autouse=True)
+def _index_on_cpu(kernels, monkeypatch):
     def load_kernel(path, name, *, device, defines):
-        library = build(folder, defines["EXPERTS"])
+        library = build(kernels, defines["EXPERTS"])
 
         def launch(grid, block, *arguments, device, overlap=False):
             words = [a.data_ptr() if isinstance(a, torch.Tensor) else a or 0 for a in arguments]
@@ -106,25 +97,25 @@ def check(idx, num_experts, *, num_rows=None, room=0):
 
 @pytest.mark.parametrize("experts", [0, 1, 40, 256, 1024])
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (7, 3), (33, 31), (1024, 1), (1, 1024)])
-def test_few_ids(emulated, shape, experts):
+def test_few_ids(shape, experts):
     check(torch.randint(-1, experts, shape), experts, room=3)
 
 
 @pytest.mark.parametrize("experts", [40, 256, 1000])
 @pytest.mark.parametrize("shape", [(129, 8), (1500, 4)])
-def test_many_ids(emulated, shape, experts):
+def test_many_ids(shape, experts):
     check(torch.randint(-1, experts, shape), experts)
 
 
 @pytest.mark.parametrize("tokens", [128, 300])
-def test_rows_past_num_rows_do_not_count(emulated, tokens):
+def test_rows_past_num_rows_do_not_count(tokens):
     idx = torch.randint(0, 40, (tokens, 8))
     check(idx, 40, num_rows=tokens - 5, room=3)
     check(idx, 40, num_rows=0)
 
 
 @pytest.mark.parametrize("tokens", [100, 300])
-def test_skewed_remote_and_illegal_ids(emulated, tokens):
+def test_skewed_remote_and_illegal_ids(tokens):
     idx = torch.full((tokens, 4), 7)
     check(idx, 16)
     check(torch.full_like(idx, -1), 16)
@@ -133,7 +124,7 @@ def test_skewed_remote_and_illegal_ids(emulated, tokens):
 
 
 @pytest.mark.parametrize("tokens", [100, 300])
-def test_pairs_without_room_are_dropped(emulated, tokens):
+def test_pairs_without_room_are_dropped(tokens):
     idx = torch.randint(0, 16, (tokens, 4))
     want = expected_permutation(idx, 16)
     scratch = PermuteScratch(16, 16, "cpu")
