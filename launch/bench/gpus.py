@@ -26,6 +26,7 @@ from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.dispatch.wire import dequantize
 from crossdock.launch.bench.gpus_table import figures_of, table_of
+from crossdock.launch.bench.graphs import capture, measure_graphs
 from crossdock.launch.bench.inputs import (
     HIDDEN,
     NUM_EXPERTS,
@@ -35,7 +36,6 @@ from crossdock.launch.bench.inputs import (
     uniform_inputs,
 )
 from crossdock.launch.bench.naive import NaiveDispatch
-from crossdock.launch.bench.onesided import measure_graphs
 from crossdock.launch.bench.peers import NVLINK_GB_S, NVLINK_SOURCE, PEER_SHAPES, PeerCopy
 from crossdock.launch.bench.timing import measure
 from crossdock.launch.bench.tokens import Tokens
@@ -307,7 +307,7 @@ def _measure_captured(
     for index, shape in enumerate(PEER_SHAPES):
         copy.by_kernel(index)  # a graph may not load it
         name_of_copy = f"peer copy, {' x '.join(map(str, shape.values()))}"
-        copies[name_of_copy] = _record(partial(copy.by_kernel, index))
+        copies[name_of_copy], _ = capture(partial(copy.by_kernel, index))
     for run in copies.values():
         copy.forget()
         run()
@@ -331,9 +331,9 @@ class _Graphs:
 
     def __init__(self, dispatcher: Dispatcher, mine: Tokens) -> None:
         self._dispatcher, self._mine = dispatcher, mine
-        self.dispatch = _record(self._dispatch)
-        self.combine = _record(self._combine)
-        self.both = _record(self._dispatch_and_combine)
+        self.dispatch, _ = capture(self._dispatch)
+        self.combine, _ = capture(self._combine)
+        self.both, _ = capture(self._dispatch_and_combine)
 
     def check(self) -> None:
         """As the eager step was checked."""
@@ -356,15 +356,6 @@ class _Graphs:
         mine = self._mine
         rows, handle = self._dispatcher.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
         self._dispatcher.combine(rows.y, handle)
-
-
-def _record(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture a step; what replays it."""
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog goes on with calls of its own, in another thread.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
 
 
 def main() -> None:

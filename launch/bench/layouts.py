@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from crossdock.dispatch import DispatchConfig, Dispatcher, Handle, ReceivedRows, connect
 from crossdock.dispatch.transports.base import Transport
+from crossdock.launch.bench.graphs import capture, measure_graphs
 from crossdock.launch.bench.inputs import HIDDEN, NUM_EXPERTS, TOP_K, uniform_inputs
-from crossdock.launch.bench.onesided import ROUNDS, measure_graphs
 from crossdock.launch.bench.tokens import Tokens
 from crossdock.scratch import Permuted, WorkspaceManager, permute, permute_scratch, unpermute
 
@@ -33,6 +34,7 @@ __all__ = ["bench_layouts"]
 
 logger = logging.getLogger(__name__)
 
+ROUNDS = 30
 TOKENS = (128, 1024, 4096)  # of a rank
 
 DEFINITIONS = {
@@ -108,7 +110,7 @@ def _measure_case(
                 num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN, wire=wire, layout=layout
             )
             dispatcher = stack.enter_context(Dispatcher(config, transport))
-            by_layout[layout] = _capture(dispatcher, inputs)
+            by_layout[layout] = _capture_parts(dispatcher, inputs)
         candidates = {
             f"{layout}: {part}": replay
             for layout, graphs in by_layout.items()
@@ -133,7 +135,7 @@ def _measure_case(
     }
 
 
-def _capture(dispatcher: Dispatcher, inputs: Tokens) -> _Graphs:
+def _capture_parts(dispatcher: Dispatcher, inputs: Tokens) -> _Graphs:
     """The parts of a step; experts give every pair back as it came, where rows are not fp8."""
     rows, handle = _dispatch(dispatcher, inputs)
     sent = sum(handle.plan.send_rows(dispatcher.transport.rank))
@@ -150,37 +152,31 @@ def _capture(dispatcher: Dispatcher, inputs: Tokens) -> _Graphs:
     dispatcher.lock()
 
     replays: dict[str, Callable[[], None]] = {}
-    replays["dispatch"], (rows, handle) = _record(lambda: _dispatch(dispatcher, inputs))
+    replays["dispatch"], (rows, handle) = capture(lambda: _dispatch(dispatcher, inputs))
     replays["dispatch"]()
     if permutation is not None:
-        replays["permute"], permuted = _record(lambda: permutation.there(rows))
+        replays["permute"], permuted = capture(lambda: permutation.there(rows))
         replays["permute"]()
-        replays["unpermute"], _ = _record(lambda: permutation.back(rows, permuted))
+        replays["unpermute"], _ = capture(lambda: permutation.back(rows, permuted))
         kept: tuple[object, ...] = (workspace, permutation)
     else:
         y = torch.empty_like(rows.y[:num_rows])
         kept = (y,)
-        replays["copy of y"], _ = _record(lambda: rows.y[:num_rows].copy_(y))
-    replays["combine"], _ = _record(lambda: dispatcher.combine(rows.y, handle))
+        replays["copy of y"], _ = capture(lambda: rows.y[:num_rows].copy_(y))
+    replays["combine"], _ = capture(lambda: dispatcher.combine(rows.y, handle))
     replays["combine"]()
 
-    def step() -> Tensor:
+    def step(*, echoes: bool) -> Tensor:
         rows, handle = _dispatch(dispatcher, inputs)
         if permutation is not None:
             permutation.back(rows, permutation.there(rows))
-        return dispatcher.combine(rows.y, handle)
-
-    def echo() -> Tensor:
-        rows, handle = _dispatch(dispatcher, inputs)
-        if permutation is not None:
-            permutation.back(rows, permutation.there(rows))
-        else:
+        elif echoes:
             rows.y.copy_(rows.x)
         return dispatcher.combine(rows.y, handle)
 
-    replays["step"], _ = _record(step)
+    replays["step"], _ = capture(partial(step, echoes=False))
     # What comes home is compared on a graph of its own, for there results have to be written.
-    replay, out = _record(echo)
+    replay, out = capture(partial(step, echoes=True))
     replay()
     dispatcher.check()
     row_bytes = rows.x.shape[1] * rows.x.dtype.itemsize
@@ -228,14 +224,6 @@ class _Permutation:
 
 def _dispatch(dispatcher: Dispatcher, inputs: Tokens) -> tuple[ReceivedRows, Handle]:
     return dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
-
-
-def _record(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """What replays a call, and its result."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph.replay, result
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from crossdock.dispatch.nvshmem.launch import SOURCES, Shape
 from crossdock.dispatch.nvshmem.layout import BY_ROUTE
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.transports.base import Transport
+from crossdock.launch.bench.graphs import WARM_UP, capture, make_event, measure_graphs, medians
 from crossdock.launch.bench.inputs import (
     HIDDEN,
     NUM_EXPERTS,
@@ -37,12 +38,11 @@ from crossdock.launch.bench.inputs import (
 from crossdock.launch.bench.tokens import Tokens
 from crossdock.scratch.kernels import load_kernel
 
-__all__ = ["bench_onesided", "measure_graphs"]
+__all__ = ["bench_onesided"]
 
 logger = logging.getLogger(__name__)
 
 ROUNDS, EAGER_ROUNDS = 30, 60
-WARM_UP = 5
 CEILING_SHAPES = tuple(
     Shape(units, threads, blocks, stages=2)  # they have no stages
     for units, threads, blocks in ((2, 256, 4), (4, 256, 4), (4, 512, 2), (7, 256, 2))
@@ -140,12 +140,12 @@ def _measure_case(
         assert isinstance(mover, NvshmemMover)
         ceilings = _Ceilings(mover, dispatcher, inputs, copies)
         candidates = {
-            "dispatch": graphs.dispatch.replay,
-            "combine": graphs.combine.replay,
-            "dispatch again": graphs.foreign_dispatch.replay,
-            "combine, foreign y": graphs.foreign_combine.replay,
-            "dispatch and combine": graphs.both.replay,
-            "two barriers": ceilings.barriers.replay,
+            "dispatch": graphs.dispatch,
+            "combine": graphs.combine,
+            "dispatch again": graphs.foreign_dispatch,
+            "combine, foreign y": graphs.foreign_combine,
+            "dispatch and combine": graphs.both,
+            "two barriers": ceilings.barriers,
             **ceilings.out,
             **ceilings.back,
         }
@@ -179,37 +179,32 @@ def _measure_case(
 
 
 class _Graphs:
-    """Dispatch and combine, each on its own, and once more with results in another tensor."""
+    """What replays dispatch and combine, each on its own, also with results in another tensor."""
 
     def __init__(self, dispatcher: Dispatcher, inputs: Tokens) -> None:
         self._dispatcher, self._inputs = dispatcher, inputs
-        self.dispatch, self.combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self.foreign_dispatch = torch.cuda.CUDAGraph()
-        self.foreign_combine = torch.cuda.CUDAGraph()
-        self.rows, handle = self._capture(self.dispatch)
-        with torch.cuda.graph(self.combine):
-            self.out = dispatcher.combine(self.rows.y, handle)
-        rows, handle = self._capture(self.foreign_dispatch)
-        y = torch.zeros_like(rows.y)
-        with torch.cuda.graph(self.foreign_combine):
-            dispatcher.combine(y, handle)
-        self.both = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.both):
-            rows, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
-            dispatcher.combine(rows.y, handle)
+        self.dispatch, (self.rows, handle) = capture(self._dispatch)
+        self.combine, self.out = capture(partial(dispatcher.combine, self.rows.y, handle))
+        self.foreign_dispatch, (rows, handle) = capture(self._dispatch)
+        self._foreign = torch.zeros_like(rows.y)  # kept: a graph has its address
+        self.foreign_combine, _ = capture(partial(dispatcher.combine, self._foreign, handle))
+        self.both, _ = capture(self._dispatch_and_combine)
 
     def check(self) -> None:
         """Experts that give rows back as they came: every token comes home once a rank."""
-        self.dispatch.replay()
+        self.dispatch()
         self.rows.y.copy_(self.rows.x)
-        self.combine.replay()
+        self.combine()
         expected = sums_of_unchanged_rows(self._inputs, self._dispatcher.placement)
         assert torch.equal(self.out, expected), "sums are wrong"
 
-    def _capture(self, graph: torch.cuda.CUDAGraph) -> tuple[ReceivedRows, Handle]:
+    def _dispatch(self) -> tuple[ReceivedRows, Handle]:
         inputs = self._inputs
-        with torch.cuda.graph(graph):
-            return self._dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+        return self._dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+
+    def _dispatch_and_combine(self) -> None:
+        rows, handle = self._dispatch()
+        self._dispatcher.combine(rows.y, handle)
 
 
 class _Ceilings:
@@ -232,7 +227,7 @@ class _Ceilings:
             kernels.ready()
             kernels.meet()
 
-        def move(name: str, shape: Shape, *arguments: Tensor | int) -> torch.cuda.CUDAGraph:
+        def move(name: str, shape: Shape, *arguments: Tensor | int) -> Callable[[], None]:
             source = SOURCES / "ceiling.cu"
             kernel = load_kernel(source, name, device=device, defines=shape.macros())
             blocks = present * shape.blocks
@@ -242,49 +237,30 @@ class _Ceilings:
         self.out = {
             f"dispatch ceiling {tuple(shape)}": move(
                 "fan_out", shape, inputs.x, packed, first, tokens, words, written
-            ).replay
+            )
             for shape in CEILING_SHAPES
         }
         self.back = {
             f"combine ceiling {tuple(shape)}": move(
                 "fan_in", shape, packed, out, first, tokens, words
-            ).replay
+            )
             for shape in CEILING_SHAPES
         }
         self.barriers = _graph_of(barrier, barrier)
+        self._kept = (packed, first, out)  # graphs have their addresses
 
 
-def _graph_of(*calls: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def _graph_of(*calls: Callable[[], None]) -> Callable[[], None]:
     calls[0]()  # load before capture
     calls[1]()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for call in calls:
             call()
-    return graph
 
-
-def measure_graphs(
-    transport: Transport, candidates: dict[str, Callable[[], None]], rounds: int
-) -> dict[str, float]:
-    """Time what is launched on the current stream, in turns, all ranks starting together.
-
-    Returns:
-        By name, us of the slowest rank, median of the rounds.
-    """
-    samples = torch.zeros(len(candidates), rounds, dtype=torch.int64)
-    begin, end = _event(), _event()
-    for round_ in range(-WARM_UP, rounds):
-        for row, call in enumerate(candidates.values()):
-            transport.exchange(torch.zeros(1, dtype=torch.int64))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            if round_ >= 0:
-                samples[row, round_] = round(begin.elapsed_time(end) * 1e6)
-    return _medians(transport, list(candidates), samples)
+    replay, _ = capture(run)
+    return replay
 
 
 def _measure_parts(
@@ -293,12 +269,10 @@ def _measure_parts(
     """The dispatch's kernels one by one."""
     names = ["route", "rows", "arrive"]
     samples = torch.zeros(3, rounds, dtype=torch.int64)
-    events = [_event() for _ in range(4)]
+    events = [make_event() for _ in range(4)]
     slot = mover._in_use[0].table
     for round_ in range(-WARM_UP, rounds):
-        _, routing = mover.route(inputs.topk_idx, inputs.topk_weights)
-        assert routing is not None
-        way: Tensor = routing.way  # type: ignore[attr-defined]
+        way = mover._new_way(inputs.topk_idx)
         transport.exchange(torch.zeros(1, dtype=torch.int64))
         events[0].record()
         mover._kernels.route(
@@ -314,7 +288,7 @@ def _measure_parts(
             for part in range(3):
                 elapsed = events[part].elapsed_time(events[part + 1])
                 samples[part, round_] = round(elapsed * 1e6)
-    return _medians(transport, names, samples)
+    return medians(transport, names, samples)
 
 
 def _measure_eager(transport: Transport) -> dict[str, dict[str, float]]:
@@ -357,7 +331,7 @@ def _measure_eager(transport: Transport) -> dict[str, dict[str, float]]:
                     call, launching = dispatched - began, route.spent + rows_kernel.spent
                     times = [call, device.spent, call - device.spent, launching, took, hosts.spent]
                     samples[:, round_] = torch.tensor(times)
-            result[when] = _medians(transport, names, samples)
+            result[when] = medians(transport, names, samples)
         del transport._exchange
     return result
 
@@ -374,18 +348,6 @@ class _Timed:
         result = self._function(*arguments, **options)
         self.spent += time.perf_counter_ns() - began
         return result
-
-
-def _medians(transport: Transport, names: list[str], samples: Tensor) -> dict[str, float]:
-    """Nanoseconds [n, rounds] of this rank to us of the slowest."""
-    slowest = torch.stack(
-        [transport.exchange(row.clone()).amax(0).double().median() / 1e3 for row in samples]
-    )
-    return dict(zip(names, slowest.tolist(), strict=True))
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def main() -> None:

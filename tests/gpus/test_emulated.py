@@ -43,7 +43,7 @@ def test_steps_of_random_sizes(emulated, seed):
 
 def test_the_benchmark_measures_what_it_says(monkeypatch, emulated):
     """All of it but graphs, events and the driver's copies."""
-    monkeypatch.setattr(bench, "_record", record_by_repeating)
+    monkeypatch.setattr(bench, "capture", lambda step: (record_by_repeating(step), None))
     monkeypatch.setattr(bench, "measure_graphs", replay_in_turns)
     monkeypatch.setattr(PeerCopy, "by_engines", lambda copy: copy.by_kernel(0))
     monkeypatch.setattr(bench, "HIDDEN", 64)
