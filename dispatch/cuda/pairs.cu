@@ -1,8 +1,5 @@
-// Dispatch of the expert-major layout: unless `route_pairs` has done so (`call`), give this rank's
-// record to everybody; wait for everybody's; judge them as every rank does, and write each
-// token to its final place in the group of each of its experts; then announce that this rank's pairs
-// are there, and unless `staged` wait for everybody's. A warp takes a segment of a token: fetches it
-// once and stores it for every pair. One more warp of each block writes metadata meanwhile.
+// Dispatch of the expert-major layout: as in rows.cu, but each token is written to its final place in
+// the group of each of its experts.
 //
 // Block 0 alone reads the records and finds the places of this rank's pairs; the others wait for it.
 //
@@ -164,7 +161,7 @@ struct Places {
 };
 
 __device__ __forceinline__ void find_pair(const Group& group, const Slot& slot, const PairWay& way,
-                                            int number, Places& places) {
+                                          int number, Places& places) {
   if (number >= places.count) return;
   const i64 pair = places.token * group.top_k + number;
   const int num_experts = static_cast<int>(group.num_experts);

@@ -4,7 +4,6 @@
 // `arrive`, `ready` and `ring` take the place of those of signals.cu.
 //
 // NVSHMEM names memory of another rank by the address that this rank's own copy has.
-#include "group.cuh"
 #include "records.cuh"
 
 constexpr int PUT_THREADS = 512;
@@ -62,7 +61,7 @@ __device__ bool await_puts(const Group& group, Signal signal, i64 epoch) {
 // that signal may be under way. Call with all threads, behind a barrier.
 __device__ void send_record(const Group& group, i64 page, const Group& signals, Signal signal,
                             i64 value) {
-  __threadfence_system();  // what other threads wrote is the network's to read
+  __threadfence_system(); // what other threads wrote is the network's to read
   for (int rank = threadIdx.x / WARP; rank < group.ranks; rank += blockDim.x / WARP) {
     if (is_distant(group, group.rank, rank)) {
       nvshmemx_putmem_signal_nbi_warp(record_on(group, group.rank, group.rank, page),

@@ -6,7 +6,8 @@
 #pragma once
 #include "group.cuh"
 
-// Instead of the number of a call: `rows` posts the record; or `route` has.
+// What a step has instead of the number of a call, in which ranks have agreed on its records already:
+// `rows` is to post this rank's, or `route` has.
 constexpr i64 HERE = 0, BY_ROUTE = -1;
 
 __device__ __forceinline__ i64 page_of_epoch(i64 epoch) { return epoch & 1; }

@@ -6,7 +6,6 @@
 // everybody's to the host.
 //
 // Macro: ID, the type of expert ids.
-#include "group.cuh"
 #include "records.cuh"
 
 constexpr int WARPS = CHUNK / WARP;

@@ -1,8 +1,8 @@
-// Dispatch: unless `route` has done so in this `call`, give this rank's record to everybody and wait
-// for everybody's; judge them as every rank does, and write each row once, to its final place on each
-// of its ranks; then announce that this rank's rows are there, and unless `staged` wait for
-// everybody's. A warp takes a segment of a token: fetches it once and stores it for every destination.
-// One more warp of each block writes metadata meanwhile.
+// Dispatch: give this rank's record to everybody and wait for everybody's (`call` says which of that
+// `route` has done, see records.cuh); judge them as every rank does, and write each row once, to its
+// final place on each of its ranks; then announce that this rank's rows are there, and unless `staged`
+// wait for everybody's. A warp takes a segment of a token: fetches it once and stores it for every
+// destination. One more warp of each block writes metadata meanwhile.
 //
 // Macros: ELEM, the type of hidden states; FP8, whether they travel as e4m3 with a scale for each
 // 128 elements; UNITS, of 8 elements that a lane takes at a time; STAGES, segments of a warp that are

@@ -2,8 +2,8 @@
 
 The steps, their launches and their memory are those of :class:`NvshmemMover`; a row is one pair.
 
-route_pairs    ids and weights checked, every pair's place among its expert's
-pairs          records exchanged, places of groups found, each pair written once where it stays
+route_pairs    ids and weights checked, every pair's place among its expert's, the record posted
+pairs          records judged, places of groups found, each pair written once where it stays
 combine_pairs  results read where they lie, weighted and summed
 """
 
