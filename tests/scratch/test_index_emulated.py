@@ -19,7 +19,6 @@ from tests.scratch.oracle import expected_permutation
 
 EMULATOR = Path(__file__).parents[1] / "nvshmem"
 INTRINSICS = """
-static inline void __syncwarp() { meet_warp(); }
 template <class F> static inline int sum_over_lanes(int value, F term) {
   exchanged[threadIdx.x] = static_cast<unsigned>(value);
   meet_warp();
