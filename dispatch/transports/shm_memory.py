@@ -41,15 +41,17 @@ class Memory:
         if num_bytes == 0:
             self.buffer = torch.empty(0, dtype=torch.uint8)
             return
-        # Pages are taken when they are first written, and nothing would refuse too many of them.
-        available = available_bytes()
-        if num_bytes > available:
-            raise MemoryError(f"no {num_bytes} bytes of shared memory: {available} are available")
-        self.fd = os.memfd_create("crossdock", os.MFD_CLOEXEC)
         try:
+            # Pages are taken when they are first written, and nothing would refuse too many.
+            available = available_bytes()
+            if num_bytes > available:
+                raise MemoryError(
+                    f"no {num_bytes} bytes of shared memory: {available} are available"
+                )
+            self.fd = os.memfd_create("crossdock", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, num_bytes)
             self.buffer = _map(self.fd, num_bytes)
-        except OSError as error:
+        except OSError as error:  # too many open files, say
             self.settle()
             raise MemoryError(f"no {num_bytes} bytes of shared memory: {error}") from error
         except BaseException:

@@ -151,7 +151,8 @@ def grow_in_want(transport: Transport, case: Case, poor_rank: int, lack: str) ->
         poor = transport.rank == poor_rank
         what, how = {
             "memory": ("crossdock.dispatch.transports.shm_memory.available_bytes", lambda: 1024),
-            "way": ("crossdock.dispatch.transports.shm.map_memory_of", refuse_to_map),
+            "descriptors": ("os.memfd_create", too_many_files),
+            "way": ("crossdock.dispatch.transports.shm.map_memory_of", too_many_files),
         }[lack]
         if poor:
             with patch(what, how):
@@ -165,11 +166,13 @@ def grow_in_want(transport: Transport, case: Case, poor_rank: int, lack: str) ->
         return tries
 
 
-def refuse_to_map(pid: int, fd: int, num_bytes: int) -> torch.Tensor:
+def too_many_files(*_: Any) -> Any:
     raise OSError(24, "Too many open files")
 
 
-@pytest.mark.parametrize(("poor_rank", "lack"), [(0, "memory"), (1, "memory"), (2, "way")])
+@pytest.mark.parametrize(
+    ("poor_rank", "lack"), [(0, "memory"), (1, "memory"), (1, "descriptors"), (2, "way")]
+)
 def test_growth_that_fails_on_one_rank_leaves_all_as_they_were(ranks, poor_rank, lack):
     case = simple_case(
         [(1, 1, 1), (0, 30, 30), (1, 1, 0), (0, 30, 30)], num_experts=2, top_k=2, owner=[0, 1]
