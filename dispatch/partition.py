@@ -131,6 +131,22 @@ class Partition:
         row_bytes = width * out.element_size()
         self._agree(out, row_bytes, transport)
 
+        with transport.moving():
+            received, places = self._gather(
+                out.view(self.num_owned, width).view(torch.uint8), transport
+            )
+        attention = out.new_empty(self.num_attention_tokens, *out.shape[1:])
+        by_row = attention.view(self.num_attention_tokens, width).view(torch.uint8)
+        by_row.index_copy_(0, places.to(out.device), received)
+        return attention
+
+    def _gather(self, mine: Tensor, transport: Transport) -> tuple[Tensor, Tensor]:
+        """Rows [n, row_bytes] from this DP replica's ranks, and the attention index of each.
+
+        Args:
+            mine: uint8 [num_owned, row_bytes].
+            transport: The EP group's transport.
+        """
         group = [
             self.topology.rank_of(dp=self.coordinates.dp, pcp=pcp, tp=tp)
             for pcp in range(self.topology.pcp)
@@ -140,7 +156,6 @@ class Partition:
         parts, places = [], []
         decode = self._owned >= self._num_prefill[self.coordinates.pcp]
         num_decode_owned = int(decode.sum())
-        mine = out.view(self.num_owned, width).view(torch.uint8)
         for rank in group:
             same_pcp = self.topology.coordinates(rank).pcp == self.coordinates.pcp
             # Decode tokens follow prefill tokens in the owned order, on every rank.
@@ -149,13 +164,9 @@ class Partition:
             index = self._arriving_from(rank)
             recv_rows[rank] = len(index)
             places.append(index)
-        received = torch.empty(sum(recv_rows), row_bytes, dtype=torch.uint8, device=out.device)
-        with transport.moving():
-            transport.all_to_all(torch.cat(parts), send_rows, received, recv_rows).wait()
-        attention = out.new_empty(self.num_attention_tokens, *out.shape[1:])
-        by_row = attention.view(self.num_attention_tokens, width).view(torch.uint8)
-        by_row.index_copy_(0, torch.cat(places).to(out.device), received)
-        return attention
+        received = mine.new_empty(sum(recv_rows), mine.shape[1])
+        transport.all_to_all(torch.cat(parts), send_rows, received, recv_rows).wait()
+        return received, torch.cat(places)
 
     def _owned_by(self, pcp: int, tp: int) -> Tensor:
         """Attention indices, on a rank of ``pcp``, of the tokens that (pcp, tp) owns."""

@@ -251,3 +251,24 @@ def test_ranks_of_a_replica_that_disagree_on_its_batch_raise_on_all(ranks):
     for seen in ranks(2, layouts_that_differ):
         assert isinstance(seen.error, errors.DisagreementError)
         assert seen.seconds < 1
+
+
+def fail_between_the_agreement_and_the_rows(transport: Transport) -> Attempt:
+    topology = Topology(ranks_per_node=2, pcp=2)
+    partition = Partition(topology, transport.rank, prefill_lengths=[8], num_decode=2)
+    if transport.rank == 1:
+        partition._arriving_from = out_of_memory  # type: ignore[method-assign]
+    results = torch.zeros(partition.num_owned, 2, device=transport.device)
+    return attempt(lambda: partition.from_ep(results, transport))
+
+
+def out_of_memory(rank: int) -> Tensor:
+    raise MemoryError("no room for indices")
+
+
+def test_a_rank_that_cannot_get_ready_for_the_rows_tells_the_others(local):
+    waiting, failing = local(2, fail_between_the_agreement_and_the_rows)
+    assert type(failing.error) is MemoryError
+    assert type(waiting.error) is errors.PeerFailed
+    assert "no room for indices" in str(waiting.error)
+    assert waiting.seconds < 1
