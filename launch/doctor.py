@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -72,13 +73,13 @@ def find_transports() -> Iterator[Finding]:
     """What each transport lacks here, and how to get it."""
     gpu = torch.cuda.is_available()
     no_gpu = "needs a CUDA GPU, and torch sees none"
-    nvshmem = _nvshmem()
+    nccl, nvshmem = _nccl(), _nvshmem()
     mpi = importlib.util.find_spec("mpi4py") is not None
     lacks: dict[str, str | None] = {
         "gloo": None if dist.is_gloo_available() else "this torch has no gloo: install another one",
-        "nccl": None if gpu and dist.is_nccl_available() else no_gpu,
+        "nccl": no_gpu if not gpu else None if nccl.ok else nccl.detail,
         "mpi": None if mpi else "mpi4py is missing: pip install 'crossdock[mpi]'",
-        "shm": None if Path("/dev/shm").is_dir() else "there is no /dev/shm",
+        "shm": None if platform.machine() == "x86_64" else "needs x86-64: use gloo or mpi",
         "nvshmem": no_gpu if not gpu else None if nvshmem.ok else nvshmem.detail,
         "hierarchical": None,
     }

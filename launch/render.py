@@ -178,7 +178,7 @@ def _pod(
     if cluster.device == "cuda":
         spec["resources"] = {"limits": {"nvidia.com/gpu": cluster.ranks_per_node}}
     spec["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    # NCCL and the shared memory transport need more than the 64 MiB of a container's default.
+    # NCCL needs more than the 64 MiB of a container's default; our shm transport needs none of it.
     volumes = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     return {"restartPolicy": "Never", "containers": [spec], "volumes": volumes}
 

@@ -68,6 +68,13 @@ def test_doctor_says_what_each_transport_lacks():
     assert all(finding.detail for finding in findings.values())
 
 
+def test_doctor_knows_that_shared_memory_wants_an_x86(monkeypatch):
+    for machine, ready in (("x86_64", True), ("aarch64", False)):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        findings = {finding.name: finding for finding in doctor.find_transports()}
+        assert findings["shm"].ok is ready
+
+
 def test_doctor_says_what_auto_would_take_and_why():
     assert doctor.auto_words([]).startswith("takes gloo: torch sees no GPU")
     lacking = GpuRank(host=1, gpu=1, lack=Lack.BINDINGS, mps=False, reaches=(True, True))
