@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from crossdock.dispatch.nvshmem.runtime import import_bindings
 from crossdock.dispatch.transports.connect import TRANSPORTS
@@ -50,7 +50,7 @@ def show_doctor(console: Console) -> None:
         for finding in findings:
             mark = {True: "yes", False: "no", None: "-"}[finding.ok]
             style = {True: "green", False: "yellow", None: None}[finding.ok]
-            table.add_row(finding.name, mark, escape(finding.detail), style=style)
+            table.add_row(finding.name, mark, Text(finding.detail), style=style)
         console.print(table)
 
 

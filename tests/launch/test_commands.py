@@ -68,6 +68,13 @@ def test_doctor_says_what_each_transport_lacks():
     assert all(finding.detail for finding in findings.values())
 
 
+def test_what_doctor_says_to_install_can_be_copied(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    output = CliRunner().invoke(app, ["doctor"]).output
+    assert "pip install 'crossdock[mpi]'" in output
+    assert "\\" not in output
+
+
 def test_doctor_knows_that_shared_memory_wants_an_x86(monkeypatch):
     for machine, ready in (("x86_64", True), ("aarch64", False)):
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
