@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -138,7 +139,7 @@ def _pytorchjob(job: Job, image: str) -> dict[str, Any]:
         "spec": {
             "nprocPerNode": str(cluster.ranks_per_node),
             "runPolicy": {"backoffLimit": 0, "cleanPodPolicy": "Running"},
-            "pytorchReplicaSpecs": yaml.safe_load(yaml.safe_dump(replicas)),  # no YAML aliases
+            "pytorchReplicaSpecs": json.loads(json.dumps(replicas)),  # copies: no YAML aliases
         },
     }
 

@@ -77,3 +77,8 @@ def test_paths_and_values_with_blanks_are_quoted(tmp_path):
     path.write_text(path.read_text().split("  routing:")[0] + "  routing: {uniform: true}\n")
     text = render.slurm(load_job(path, ["run.batch={decode: [3]}"]))
     assert "my job.yaml' 'run.batch={decode: [3]}'" in text
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith(".yaml")])
+def test_manifests_repeat_what_stands_twice(name):
+    assert "*id" not in (GOLDEN / name).read_text()
