@@ -121,6 +121,8 @@ def _check(
         return _routing(f"{name} is a {type(value).__name__}: a tensor {wanted} is wanted")
     if value.requires_grad and torch.is_grad_enabled():
         return Problem(ProblemKind.GRADIENT, f"{name} {_NO_GRAD}")
+    if value.is_nested:  # it has no shape that could be told
+        return _routing(f"{name} is a nested tensor: a dense one is wanted")
     if value.dim() != 2:
         return _wrong_shape(name, value, rows, columns)
     if value.dtype not in dtypes:

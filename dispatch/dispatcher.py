@@ -227,25 +227,28 @@ class Dispatcher:
         captured = self._mover.is_capturing()
         index = self._free_slot()
         departure = self._prepare(index, x, topk_idx, topk_weights, handle, captured=captured)
+        agreement = None
         if captured:
             handle = self._capture(index, departure, handle)
-        elif departure.agreed is not None:
-            assert departure.routing is not None
-            handle = self._new_handle(departure.agreed, departure.routing, x.shape[0])
-        else:
-            handle = self._agree_on_dispatch(index, departure, x, handle)
-        assert index is not None and departure.load is not None
-        slot = self._slots[index]
-        handle.slot, slot.handle = index, handle
-        return Pending(self._move(departure.load, slot, handle, staged=staged))
+        elif departure.agreed is None:
+            agreement = self._agree_on_dispatch(index, departure, x, handle)
+        assert index is not None and departure.routing is not None and departure.load is not None
+        with self.transport.moving():
+            if departure.agreed is not None:
+                handle = self._new_handle(departure.agreed, departure.routing, x.shape[0])
+            elif agreement is not None:
+                handle = self._make_room(index, departure.routing, x, handle, agreement)
+            assert handle is not None
+            slot = self._slots[index]
+            handle.slot, slot.handle = index, handle
+            return Pending(self._move(departure.load, slot, handle, staged=staged))
 
     def _agree_on_dispatch(
         self, index: int | None, departure: Departure, x: Tensor, handle: Handle | None
-    ) -> Handle:
-        """Exchange records, refuse what cannot be, grow what has to; the handle of the step."""
+    ) -> Agreement:
         problem, routing = departure.problem, departure.routing
         capacity = self._slots[index].bucket.capacity if index is not None else 0
-        agreement = self._agree(
+        return self._agree(
             Operation.DISPATCH if handle is None else Operation.REDISPATCH,
             problem,
             subject=handle.step if isinstance(handle, Handle) else 0,
@@ -255,7 +258,16 @@ class Dispatcher:
             rows=routing.rows if routing is not None else None,
             pairs=routing.pairs if routing is not None else None,
         )
-        assert index is not None and routing is not None
+
+    def _make_room(
+        self,
+        index: int,
+        routing: Counts,
+        x: Tensor,
+        handle: Handle | None,
+        agreement: Agreement,
+    ) -> Handle:
+        """Refuse what cannot be, grow what has to; the handle of the step."""
         slots = agreement.values[:, 1].tolist()
         if self._mover.symmetric:
             require_one_slot(slots)
@@ -296,20 +308,21 @@ class Dispatcher:
                 if out is None:
                     out = y.new_empty(handle.num_tokens, y.shape[1], dtype=self.config.dtype)
             problem = attempt.problem
-        if captured:
-            if problem is not None:
-                raise problem.error(self.transport.rank)
+        agreement = None
+        if not captured:
+            agreement = self._agree(
+                Operation.COMBINE,
+                problem,
+                subject=handle.step if isinstance(handle, Handle) else 0,
+                values=(DTYPES.index(y.dtype) if problem is None else 0,),
+            )
+        elif problem is not None:
+            raise problem.error(self.transport.rank)
+        with self.transport.moving():
+            if agreement is not None:
+                require_one_dtype(agreement)
             assert load is not None and out is not None
             return Pending(self._move_back(load, handle, out, staged=staged))
-        agreement = self._agree(
-            Operation.COMBINE,
-            problem,
-            subject=handle.step if isinstance(handle, Handle) else 0,
-            values=(DTYPES.index(y.dtype) if problem is None else 0,),
-        )
-        require_one_dtype(agreement)
-        assert load is not None and out is not None
-        return Pending(self._move_back(load, handle, out, staged=staged))
 
     # ---- locking and ending --------------------------------------------------------------------
 
@@ -537,8 +550,7 @@ class Dispatcher:
         # All ranks know the total, so a step that moves nothing needs no exchange of rows.
         work = None
         if handle.plan.total:
-            with self.transport.moving():
-                work = self._mover.send(load, handle, memory, staged=staged)
+            work = self._mover.send(load, handle, memory, staged=staged)
 
         def finish() -> tuple[ReceivedRows, Handle]:
             if work is not None:
@@ -553,8 +565,7 @@ class Dispatcher:
     ) -> Callable[[], Tensor]:
         finish_sum = None
         if handle.plan.total:
-            with self.transport.moving():
-                finish_sum = self._mover.send_back(load, handle, out, staged=staged)
+            finish_sum = self._mover.send_back(load, handle, out, staged=staged)
         assert handle.slot is not None
         slot = self._slots[handle.slot]
         handle.slot = None  # used up from here on; the slot itself is free when results are home

@@ -20,7 +20,12 @@ from rich.text import Text
 
 from crossdock.dispatch.nvshmem.runtime import import_bindings
 from crossdock.dispatch.transports.connect import TRANSPORTS
-from crossdock.dispatch.transports.gpu_choice import GpuRank, choose, ranks_of_this_machine
+from crossdock.dispatch.transports.gpu_choice import (
+    GpuRank,
+    choose,
+    find_mps,
+    ranks_of_this_machine,
+)
 from crossdock.launch.report import versions
 from crossdock.scratch import jit
 from crossdock.scratch.errors import TransportUnavailable
@@ -133,11 +138,10 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _mps() -> Finding:
-    control = shutil.which("nvidia-cuda-mps-control")
-    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
-    if (pipes / "control").exists():
-        return Finding(name="MPS", ok=True, detail=f"runs ({pipes}): ranks may share a GPU")
-    if control:
+    folder = find_mps()
+    if folder is not None:
+        return Finding(name="MPS", ok=True, detail=f"runs ({folder}): ranks may share a GPU")
+    if control := shutil.which("nvidia-cuda-mps-control"):
         return Finding(name="MPS", ok=False, detail=f"not started: {control} -d")
     return Finding(name="MPS", ok=False, detail="no nvidia-cuda-mps-control; part of the driver")
 

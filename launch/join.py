@@ -170,16 +170,26 @@ def join(seat: Seat, topology: Topology, timeout_s: float) -> Membership:
 
 
 def _seat(launcher: Launcher, environ: Mapping[str, str], names: tuple[str, ...]) -> Seat:
-    rank, world_size = int(environ[names[0]]), int(environ[names[1]])
+    rank, world_size = _number(launcher, environ, names[0]), _number(launcher, environ, names[1])
     # Slurm gives tasks by node, such as 4(x2).
     local_world_size = re.match(r"\d+", environ.get(names[3], ""))
     return Seat(
         launcher=launcher,
         rank=rank,
         world_size=world_size,
-        local_rank=int(environ.get(names[2], 0)),
+        local_rank=_number(launcher, environ, names[2]) if names[2] in environ else 0,
         local_world_size=int(local_world_size[0]) if local_world_size else world_size,
     )
+
+
+def _number(launcher: Launcher, environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ConfigError(
+            f"{name}={text!r} in the environment is no number, though {launcher} seems to have "
+            "started this process: unset it, or start with the launcher"
+        )
+    return int(text)
 
 
 def _flags(table: Mapping[Launcher, str], seat: Seat, topology: Topology) -> str:

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -22,9 +23,18 @@ from crossdock.dispatch.nvshmem.runtime import gpu_number, import_bindings
 from crossdock.dispatch.transports.base import Transport
 from crossdock.scratch.errors import TransportUnavailable
 
-__all__ = ["Choice", "GpuRank", "Lack", "choose", "find_ranks", "ranks_of_this_machine"]
+__all__ = [
+    "Choice",
+    "GpuRank",
+    "Lack",
+    "choose",
+    "find_mps",
+    "find_ranks",
+    "ranks_of_this_machine",
+]
 
-_MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+_MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
+_MPS_DEFAULT = "/tmp/nvidia-mps"
 
 
 class Lack(IntEnum):
@@ -97,8 +107,8 @@ def _against_nvshmem(ranks: Sequence[GpuRank]) -> str | None:
                 continue
             if rank.gpu == ranks[peer].gpu and not rank.mps:
                 return (
-                    f"rank {index} shares its GPU with rank {peer}, and without MPS "
-                    f"({' or '.join(_MPS_VARIABLES)} unset) they would take turns"
+                    f"rank {index} shares its GPU with rank {peer}, and without MPS (none runs in "
+                    f"{_MPS_FOLDER}, by default {_MPS_DEFAULT}) they would take turns"
                 )
             if not rank.reaches[peer]:
                 return f"the GPU of rank {index} has no access to the memory of rank {peer}'s"
@@ -112,7 +122,7 @@ def find_ranks(transport: Transport, device: torch.device) -> list[GpuRank]:
         transport: Joins the ranks.
         device: This rank's GPU.
     """
-    facts = [_host_number(), gpu_number(device), _find_lack(), int(_has_mps())]
+    facts = [_host_number(), gpu_number(device), _find_lack(), int(find_mps() is not None)]
     said = transport.exchange(torch.tensor(facts)).tolist()
     visible = _reachable(device)
     row = torch.tensor([int(gpu in visible) for _, gpu, _, _ in said])
@@ -126,7 +136,7 @@ def find_ranks(transport: Transport, device: torch.device) -> list[GpuRank]:
 def ranks_of_this_machine() -> list[GpuRank]:
     """The facts as they would be with one rank on each GPU that this process sees."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    host, lack, mps = _host_number(), _find_lack(), _has_mps()
+    host, lack, mps = _host_number(), _find_lack(), find_mps() is not None
     numbers = [gpu_number(device) for device in devices]
     ranks = []
     for device, number in zip(devices, numbers, strict=True):
@@ -156,8 +166,10 @@ def _find_lack() -> Lack:
     return Lack.NOTHING
 
 
-def _has_mps() -> bool:
-    return any(os.environ.get(name) for name in _MPS_VARIABLES)
+def find_mps() -> Path | None:
+    """The folder in which CUDA's multi-process service listens to this process, if it does."""
+    folder = Path(os.environ.get(_MPS_FOLDER, _MPS_DEFAULT))
+    return folder if (folder / "control").exists() else None
 
 
 def _host_number() -> int:

@@ -41,8 +41,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     if refused is not None:
         console.print(
             f"Step {refused.step} would be refused: rank {refused.rank} would receive "
-            f"{refused.need} {refused.what} and holds {refused.capacity}. Lock later, or give "
-            "dispatch.bucket.",
+            f"{refused.need} {refused.what} and holds {refused.capacity}. Lock later"
+            + (", or give dispatch.bucket." if refused.what == "rows" else "."),
             style="bold red",
         )
 

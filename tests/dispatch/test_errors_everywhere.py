@@ -90,6 +90,10 @@ def x_on_another_device(inputs: Inputs) -> None:
     inputs.x = inputs.x.to("meta")
 
 
+def x_that_is_nested(inputs: Inputs) -> None:
+    inputs.x = torch.nested.nested_tensor([inputs.x[:1], inputs.x[1:]])
+
+
 def x_that_is_sparse(inputs: Inputs) -> None:
     inputs.x = inputs.x.to_sparse()
 
@@ -142,6 +146,7 @@ MISTAKES: dict[Callable[[Inputs], None], str] = {
     x_of_one_dimension: "",
     x_of_three_dimensions: "[1,",
     x_on_another_device: "meta",
+    x_that_is_nested: "nested",
     x_that_is_sparse: "sparse",
     x_that_is_no_tensor: "list",
     fewer_tokens_than_ids: "",

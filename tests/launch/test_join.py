@@ -67,6 +67,12 @@ def test_without_a_launcher_there_is_no_seat(environ):
     assert find_seat(environ) is None
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_a_seat_that_is_no_number_is_told(name):
+    with pytest.raises(ConfigError, match=f"{name}='x'"):
+        find_seat(TORCHRUN | {name: "x"})
+
+
 def seat_of(environ: dict[str, str]) -> Seat:
     seat = find_seat(environ)
     assert seat is not None

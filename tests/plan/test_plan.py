@@ -268,6 +268,11 @@ def test_a_step_that_will_be_refused_is_foreseen(small):
     assert max(steps) == refusal.step - 1
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_no_step_of_our_jobs_would_be_refused(name):
+    assert make_plan(load_job(CONFIGS / f"{name}.yaml")).refusal is None
+
+
 def test_a_fixed_bucket_that_is_too_small_is_foreseen(small):
     refusal = make_plan(load_job(small, ["dispatch.bucket=1"])).refusal
     assert refusal is not None

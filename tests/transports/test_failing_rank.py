@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from crossdock.dispatch import connect, errors, run_local
+from crossdock.dispatch import Dispatcher, connect, errors, run_local
 from crossdock.dispatch.onesided import mover as onesided
 from crossdock.dispatch.transports.base import Transport
 from tests.dispatch.cases import Attempt, Case, attempt, fill_results, one_step, send, simple_case
@@ -47,13 +47,13 @@ def fail_while_moving(transport: Transport, case: Case, half: str, level: str | 
     one_step(dispatcher, transport, case, 0)
     victim = transport.rank == VICTIM
     tries: list[Attempt] = []
-    if half == "dispatch":
-        with failing(transport, half, level, victim):
+    if half != "combine":
+        with failing(transport, dispatcher, half, level, victim):
             tries.append(attempt(lambda: one_step(dispatcher, transport, case, 1)))
     else:
         rows, handle = send(dispatcher, case.batch(1, transport.rank), transport.device)
         fill_results(case, 1, transport.rank, rows)
-        with failing(transport, half, level, victim):
+        with failing(transport, dispatcher, half, level, victim):
             tries.append(attempt(lambda: dispatcher.combine(rows.y, handle).clone()))
     tries.append(attempt(lambda: one_step(dispatcher, transport, case, 0)))
     tries.append(attempt(lambda: case.dispatcher(transport)))
@@ -61,12 +61,16 @@ def fail_while_moving(transport: Transport, case: Case, half: str, level: str | 
     return tries
 
 
-def failing(transport: Transport, half: str, level: str | None, victim: bool):
+def failing(
+    transport: Transport, dispatcher: Dispatcher, half: str, level: str | None, victim: bool
+):
     def fail(*_: Any) -> None:
         raise Broken("boom")
 
     if not victim:
         return nullcontext()
+    if half == "before dispatch":
+        return patch.object(dispatcher, "_make_room", fail)
     if level is not None:
         return patch.object(getattr(transport, level), "_all_to_all", fail)
     if transport.name == "shm":
@@ -94,7 +98,8 @@ def check_told(seen: Attempt) -> None:
     assert "Broken: boom" in str(seen.error)
 
 
-HALVES = pytest.mark.parametrize("half", ["dispatch", "combine"])
+# "before dispatch": when ranks have agreed on it, and no row is under way.
+HALVES = pytest.mark.parametrize("half", ["before dispatch", "dispatch", "combine"])
 
 
 @HALVES

@@ -79,7 +79,7 @@ def test_what_a_rank_cannot_reach_on_its_own_does_not_matter():
 
 
 @pytest.fixture
-def four_gpus(monkeypatch):
+def four_gpus(monkeypatch, tmp_path):
     """A node of GPUs 0 to 3, of which 3 reaches nobody."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(
@@ -87,8 +87,7 @@ def four_gpus(monkeypatch):
     )
     monkeypatch.setattr(gpu_choice, "gpu_number", lambda device: 100 + device.index)
     monkeypatch.setattr(gpu_choice, "_find_lack", lambda: Lack.NOTHING)
-    for name in gpu_choice._MPS_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))  # where nothing runs
 
 
 def facts(transport: Transport, gpus: Sequence[int]) -> list[GpuRank]:
@@ -117,8 +116,8 @@ def test_one_rank_without_nvshmem_decides_for_all(monkeypatch):
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_mps_lets_ranks_share_a_gpu(monkeypatch):
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/pipe")
+def test_mps_that_runs_lets_ranks_share_a_gpu(tmp_path):
+    (tmp_path / "control").touch()
     known = run_local(2, lambda transport: facts(transport, [1, 1]))
     assert choose(known[0]).name == "nvshmem"
 
