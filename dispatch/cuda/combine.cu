@@ -81,16 +81,9 @@ combine(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_
   const Group& group = *shared_group;
   const Slot& slot = *shared_slot;
   const Way way(memory, group, num_tokens);
-  const i64 epoch = group.state[COMBINES] + (announced ? 0 : 1);
-  if (!announced && blockIdx.x == 0) {
-    __syncthreads();
-    post(group, READY, epoch);
-  }
-  const bool came = await(group, READY, epoch);
-  const bool valid = came && !slot.state[REFUSED];
+  const i64 epoch = epoch_of_combine(group, announced);
+  const bool valid = begin_combine(group, slot, epoch, announced);
 
   sum_rows(group, slot, way, num_tokens, out, out_stride, static_cast<int>(width), valid);
-  if (!announced && is_last_block(group.state, COMBINE_TICKET) && threadIdx.x == 0) {
-    group.state[COMBINES] = epoch;
-  }
+  end_combine(group, epoch, announced);
 }

@@ -6,37 +6,17 @@
 // everybody's to the host.
 //
 // Macro: ID, the type of expert ids.
-#include "records.cuh"
+#include "routing.cuh"
 
 constexpr int WARPS = CHUNK / WARP;
 constexpr int AT_ONCE = 8;           // columns that are loaded before the first is looked at
 constexpr int SHARED_EXPERTS = 1024; // counted in shared memory; more are counted in global memory
 
-// Sorts by kind, then token, then column.
-__device__ __forceinline__ u64 rating(Kind kind, i64 token, int column) {
-  return static_cast<u64>(kind) << 56 | static_cast<u64>(token) << 8 | static_cast<u64>(column);
-}
-
 __device__ void sum_up(const Group& group, const Way& way, const ID* ids, const float* weights) {
   const int lane = threadIdx.x % WARP;
   const i64 ranks = group.ranks, chunks = gridDim.x;
   i64* state = group.state;
-  __shared__ u64 worst;
-  if (threadIdx.x == 0) {
-    worst = atomicExch(reinterpret_cast<u64*>(state + WORST), ~0ull);
-    const i64 kind = worst == ~0ull ? FINE : static_cast<i64>(worst >> 56);
-    const i64 token = kind == FINE ? 0 : static_cast<i64>(worst >> 8 & 0xffffffffffffull);
-    const i64 column = kind == FINE ? 0 : static_cast<i64>(worst & 0xff);
-    const i64 at = token * group.top_k + column;
-    way.record[KIND] = kind;
-    way.record[TOKEN] = token;
-    way.record[COLUMN] = column;
-    way.record[VALUE] = kind == FINE         ? 0
-                        : kind == NOT_FINITE ? static_cast<i64>(__float_as_int(weights[at]))
-                                             : static_cast<i64>(ids[at]);
-  }
-  __syncthreads();
-  const bool fine = worst == ~0ull;
+  const bool fine = record_worst(group, way.record, ids, weights);
   for (i64 rank = threadIdx.x / WARP; rank < ranks; rank += WARPS) {
     int total = 0;
     for (i64 begin = 0; begin < chunks; begin += WARP) {
@@ -163,7 +143,5 @@ route(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
   __threadfence();
   if (!is_last_block(group.state, ROUTE_TICKET)) return;
   sum_up(group, way, ids, weights);
-  __syncthreads();
-  if (call == BY_ROUTE) post_record(group, way.record, group.state[DISPATCHES] + 1, pair_limit);
-  if (call > 0) agree(group, way.record, call, slot, pair_limit);
+  give_record(group, way.record, call, slot, pair_limit);
 }

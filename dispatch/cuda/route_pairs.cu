@@ -8,6 +8,7 @@
 //
 // Macro: ID, the type of expert ids.
 #include "pairs.cuh"
+#include "routing.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WINDOW = 1024; // experts whose bits fit in shared memory at a time
@@ -15,11 +16,6 @@ constexpr int WORDS = CHUNK / WARP;
 constexpr int AT_ONCE = 8; // chunks whose counts are loaded before the first is added
 constexpr int MAX_TOP_K = 64;
 constexpr unsigned char NOBODY = 255; // owner of no expert
-
-// Sorts by kind, then token, then column.
-__device__ __forceinline__ u64 rating(Kind kind, i64 token, int column) {
-  return static_cast<u64>(kind) << 56 | static_cast<u64>(token) << 8 | static_cast<u64>(column);
-}
 
 // The first column that names an expert again.
 __device__ int find_repeated(const ID* ids, int top_k) {
@@ -33,24 +29,9 @@ __device__ int find_repeated(const ID* ids, int top_k) {
 
 __device__ void sum_up(const Group& group, const PairWay& way, const ID* ids, const float* weights) {
   const int chunks = gridDim.x, num_experts = static_cast<int>(group.num_experts);
-  __shared__ u64 worst;
   __shared__ u64 pairs_of_rank[MAX_RANKS];
   for (int rank = threadIdx.x; rank < MAX_RANKS; rank += THREADS) pairs_of_rank[rank] = 0;
-  if (threadIdx.x == 0) {
-    worst = atomicExch(reinterpret_cast<u64*>(group.state + WORST), ~0ull);
-    const i64 kind = worst == ~0ull ? FINE : static_cast<i64>(worst >> 56);
-    const i64 token = kind == FINE ? 0 : static_cast<i64>(worst >> 8 & 0xffffffffffffull);
-    const i64 column = kind == FINE ? 0 : static_cast<i64>(worst & 0xff);
-    const i64 at = token * group.top_k + column;
-    way.record[KIND] = kind;
-    way.record[TOKEN] = token;
-    way.record[COLUMN] = column;
-    way.record[VALUE] = kind == FINE         ? 0
-                        : kind == NOT_FINITE ? static_cast<i64>(__float_as_int(weights[at]))
-                                             : static_cast<i64>(ids[at]);
-  }
-  __syncthreads();
-  const bool fine = worst == ~0ull;
+  const bool fine = record_worst(group, way.record, ids, weights);
   for (int expert = threadIdx.x; expert < num_experts; expert += THREADS) {
     int total = 0;
     for (int begin = 0; begin < chunks; begin += AT_ONCE) {
@@ -152,7 +133,5 @@ route_pairs(const Group* __restrict__ shared_group, const ID* __restrict__ ids,
   __threadfence();
   if (!is_last_block(group.state, ROUTE_TICKET)) return;
   sum_up(group, way, ids, weights);
-  __syncthreads();
-  if (call == BY_ROUTE) post_record(group, way.record, group.state[DISPATCHES] + 1, pair_limit);
-  if (call > 0) agree(group, way.record, call, slot, pair_limit);
+  give_record(group, way.record, call, slot, pair_limit);
 }

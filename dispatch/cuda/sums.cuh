@@ -121,3 +121,23 @@ __device__ __forceinline__ Eight<OUT> take_sums(float (&sum)[8], float nothing) 
 __device__ __forceinline__ float nothing_if(bool valid) {
   return valid ? 0.f : __int_as_float(0x7fffffff);
 }
+
+// Of a combine: its epoch, which ends with it unless results have been `announced` in it before.
+__device__ __forceinline__ i64 epoch_of_combine(const Group& group, bool announced) {
+  return group.state[COMBINES] + (announced ? 0 : 1);
+}
+
+// Announce this rank's results if they are not, and wait for everybody's. Whether they can be summed.
+__device__ bool begin_combine(const Group& group, const Slot& slot, i64 epoch, bool announced) {
+  if (!announced && blockIdx.x == 0) {
+    __syncthreads();
+    post(group, READY, epoch);
+  }
+  return await(group, READY, epoch) && !slot.state[REFUSED];
+}
+
+__device__ void end_combine(const Group& group, i64 epoch, bool announced) {
+  if (!announced && is_last_block(group.state, COMBINE_TICKET) && threadIdx.x == 0) {
+    group.state[COMBINES] = epoch;
+  }
+}

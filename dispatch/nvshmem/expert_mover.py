@@ -32,8 +32,6 @@ from crossdock.dispatch.wire import WireFormat
 
 __all__ = ["ExpertMover", "ExpertPlan"]
 
-_SOURCE_WORDS = 3
-
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlan(SlotPlan):
@@ -63,6 +61,8 @@ class ExpertPlan(SlotPlan):
 
 class ExpertMover(NvshmemMover):
     """See the module."""
+
+    _source_words = 3  # of a pair: rank, token and column
 
     def __init__(
         self,
@@ -104,12 +104,3 @@ class ExpertMover(NvshmemMover):
 
     def _way_words(self, num_tokens: int, top_k: int) -> int:
         return pair_way_words(num_tokens, self._num_experts, self.transport.world_size, top_k)
-
-    def _new_bucket(self, capacity: int) -> SymmetricBucket:
-        return SymmetricBucket(
-            capacity,
-            self.wire,
-            self.transport.device,
-            self._num_local,
-            source_words=_SOURCE_WORDS,
-        )

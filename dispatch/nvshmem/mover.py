@@ -1,7 +1,9 @@
 """A dispatcher's steps over NVSHMEM, as launches on the current stream.
 
-route       ids and weights checked, counts, every row's place (eager: and records exchanged)
-rows        (else records exchanged,) each row written once where it stays, everybody's awaited
+route       ids and weights checked, counts, every row's place; this rank's record posted, and in
+            an eager step everybody's awaited and given to the host
+rows        everybody's record judged (on a handle's way: posted here), each row written once where
+            it stays, everybody's awaited
 combine     this rank's results announced, everybody's read where they lie, summed
 
 Of a staged call, ``rows`` does not wait (``arrive`` does), and ``ready`` announces results early.
@@ -72,6 +74,7 @@ class NvshmemMover(Mover):
     connects = True
     symmetric = True
     transport: NvshmemTransport
+    _source_words = 2  # of a row: rank and token
 
     def __init__(
         self,
@@ -141,6 +144,7 @@ class NvshmemMover(Mover):
             self.wire,
             self.transport.device,
             self._num_local,
+            source_words=self._source_words,
             has_outbox=self._has_distant,
         )
 
@@ -237,16 +241,7 @@ class NvshmemMover(Mover):
         ledger.sequence += 1
         ledger.begun = True  # from here on, what fails on this rank goes on between hosts
         call = ledger.sequence
-        with self.transport.in_order():
-            self._kernels.route(
-                ids,
-                weights,
-                way,
-                everywhere=self._everywhere,
-                call=call,
-                slot=slot,
-                pair_limit=self.pair_limit,
-            )
+        self._launch_route(ids, weights, way, call, slot, captured=False)
         self._matrix.wait(call)
         if not self._matrix.is_fine:
             return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
@@ -262,17 +257,24 @@ class NvshmemMover(Mover):
     def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
         """Check and count on the device, and leave it all there."""
         way = self._new_way(topk_idx)
-        with self.transport.in_order(captured=self.is_capturing()):
-            self._kernels.route(
-                topk_idx.contiguous(),
-                topk_weights.contiguous(),
-                way,
-                everywhere=self._everywhere,
-                call=BY_ROUTE,
-                pair_limit=self.pair_limit,
-            )
+        ids, weights = topk_idx.contiguous(), topk_weights.contiguous()
+        self._launch_route(ids, weights, way, BY_ROUTE, 0, captured=True)
         unknown = torch.full((self.transport.world_size,), -1)
         return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
+
+    def _launch_route(
+        self, ids: Tensor, weights: Tensor, way: Tensor, call: int, slot: int, *, captured: bool
+    ) -> None:
+        with self.transport.in_order(captured=captured):
+            self._kernels.route(
+                ids,
+                weights,
+                way,
+                everywhere=self._everywhere,
+                call=call,
+                slot=slot,
+                pair_limit=self.pair_limit,
+            )
 
     def _new_way(self, topk_idx: Tensor) -> Tensor:
         words = self._way_words(*topk_idx.shape)

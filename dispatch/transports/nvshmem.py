@@ -133,7 +133,13 @@ class NvshmemTransport(Transport):
         super().require_working()
 
     def look_for_dead(self, during: str) -> None:
-        """Raise if a rank's process has ended, for which a kernel would wait in vain."""
+        """Raise if a rank's process, or this rank's GPU, has ended: a kernel would wait in vain.
+
+        Raises:
+            RankTimeout: Names the ranks.
+            RuntimeError: What an earlier kernel of this process did wrong, as CUDA says it.
+        """
+        torch.cuda.current_stream(self.device).query()
         dead = [
             rank
             for rank, process in enumerate(self._processes)

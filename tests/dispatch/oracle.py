@@ -66,6 +66,16 @@ def expected_out(case: Case, step: int, rank: int) -> Tensor:
     return out.to(case.config.dtype)
 
 
+def results_of(case: Case, step: int, topk_idx: list[Tensor]) -> list[Tensor]:
+    """What the experts of every rank make of its rows; zeros where no local expert is asked for."""
+    results = []
+    for rank, ids in enumerate(topk_idx):
+        y = case.results(step, rank, len(ids))
+        y[(ids < 0).all(dim=1)] = 0
+        results.append(y)
+    return results
+
+
 def check_steps(case: Case, by_rank: list[list[Step]]) -> None:
     """Every rank's steps against the expectation."""
     assert len(by_rank) == case.world_size

@@ -13,7 +13,7 @@ from crossdock.dispatch.reference import ReferenceRows, reference_combine, refer
 from crossdock.dispatch.wire import dequantize
 from crossdock.launch.trace import Trace, read_trace
 from tests.dispatch.cases import NAN, Batch, Case, Step
-from tests.dispatch.oracle import assert_same_bits, check_capacity
+from tests.dispatch.oracle import assert_same_bits, check_capacity, results_of
 
 TRACES = Path(__file__).parents[2] / "configs" / "traces"
 
@@ -76,13 +76,8 @@ def _expected(
         algorithm=case.config.algorithm,
         wire=case.config.wire,
     )
-    results = []
-    for rank, received in enumerate(rows):
-        y = case.results(step, rank, len(received.source))
-        y[(received.topk_idx < 0).all(dim=1)] = 0
-        results.append(y)
     out = reference_combine(
-        results,
+        results_of(case, step, [received.topk_idx for received in rows]),
         [received.source for received in rows],
         list(case.tokens[step]),
         case.config.dtype,

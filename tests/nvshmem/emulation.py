@@ -71,7 +71,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         "device": lambda _: nullcontext(),
         "Event": lambda: event,
         "is_current_stream_capturing": lambda: getattr(_thread, "captures", False),
-        "current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None),
+        "current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None, query=lambda: True),
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(graphs, "record", record_by_repeating)

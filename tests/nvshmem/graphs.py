@@ -45,6 +45,18 @@ class Graph:
         self.weights.fill_(float("nan"))
         self.weights[:n] = batch.topk_weights.to(self.x.device)
 
+    def spoil(self, what: str) -> None:
+        """Make token 3 wrong: its second id or weight."""
+        self.ids[3] = -1
+        self.ids[3, :3] = torch.tensor([1, 2, 3])
+        self.weights[3] = 1
+        if what == "id":
+            self.ids[3, 1] = 999
+        elif what == "repeat":
+            self.ids[3, 1] = 3
+        else:
+            self.weights[3, 1] = float("nan")
+
     def replay(self) -> None:
         self.out.fill_(7)
         self.replay_graph()

@@ -430,14 +430,7 @@ def a_graph_refuses_what_does_not_fit(transport: Transport) -> None:
         for spoil, match in (("id", "999"), ("repeat", "second time"), ("weight", "finite")):
             graph.fill(case.batch(0, rank))
             if rank == last:
-                graph.ids[3] = torch.tensor([1, 2, 3])
-                graph.weights[3] = 1
-                if spoil == "id":
-                    graph.ids[3, 1] = 999
-                elif spoil == "repeat":
-                    graph.ids[3, 1] = 3
-                else:
-                    graph.weights[3, 1] = float("nan")
+                graph.spoil(spoil)
             graph.replay()
             assert graph.out.isnan().all()
             with pytest.raises(RoutingError, match=f"rank {last}.*{match}"):

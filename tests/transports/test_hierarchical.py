@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import tests.dispatch.test_lost_ranks as lost
 from crossdock.dispatch import connect, errors
-from crossdock.dispatch.reference import reference_combine
 from crossdock.dispatch.transports import shm_memory
 from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.hierarchical import node_blocks
@@ -32,11 +31,12 @@ from tests.dispatch.cases import (
     send,
     simple_case,
 )
-from tests.dispatch.oracle import check_step, expected_rows, owner_of
+from tests.dispatch.oracle import check_step, owner_of
 from tests.dispatch.test_ragged import CORNERS, cases
 from tests.harness.child import Seat
 from tests.harness.lost import lone_ranks
 from tests.harness.pool import HANG_S, Pools
+from tests.transports.two_level import two_level_out
 
 
 class OverLevels:
@@ -73,20 +73,7 @@ def shm_levels(pools):
 def check_two_level(case: Case, ranks_per_node: int, by_rank: list[list[Step]]) -> None:
     """Rows as on every transport; sums as the oracle's two-level order has them, every bit."""
     for step in range(case.num_steps):
-        rows = [expected_rows(case, step, rank) for rank in range(case.world_size)]
-        results = []
-        for rank, expected in enumerate(rows):
-            y = case.results(step, rank, len(expected.source))
-            y[(expected.topk_idx < 0).all(dim=1)] = 0
-            results.append(y)
-        out = reference_combine(
-            results,
-            [expected.source for expected in rows],
-            list(case.tokens[step]),
-            case.config.dtype,
-            order="two-level",
-            ranks_per_node=ranks_per_node,
-        )
+        out = two_level_out(case, step, ranks_per_node)
         for rank in range(case.world_size):
             seen = by_rank[rank][step]
             assert torch.equal(seen.out, out[rank]), (step, rank)

@@ -7,7 +7,6 @@ import torch
 
 import tests.dispatch.oracle as oracle
 import tests.dispatch.test_errors_everywhere as errors_everywhere
-from crossdock.dispatch.reference import reference_combine
 from tests.dispatch.test_buckets import *  # noqa: F403
 from tests.dispatch.test_errors_everywhere import *  # noqa: F403
 from tests.dispatch.test_handles import *  # noqa: F403
@@ -15,6 +14,7 @@ from tests.dispatch.test_partition import *  # noqa: F403
 from tests.dispatch.test_poison import *  # noqa: F403
 from tests.transports.over import leave_out_what_does_not_use
 from tests.transports.test_hierarchical import OverLevels
+from tests.transports.two_level import two_level_out
 
 leave_out_what_does_not_use(globals(), "ranks")
 
@@ -41,23 +41,9 @@ def ranks(pools):
 
 @pytest.fixture(autouse=True)
 def _two_level_order(monkeypatch):
-    monkeypatch.setattr(oracle, "expected_out", two_level_out)
-    monkeypatch.setattr(errors_everywhere, "expected_out", two_level_out)
+    monkeypatch.setattr(oracle, "expected_out", out_of_levels)
+    monkeypatch.setattr(errors_everywhere, "expected_out", out_of_levels)
 
 
-def two_level_out(case, step, rank) -> torch.Tensor:
-    rows = [oracle.expected_rows(case, step, peer) for peer in range(case.world_size)]
-    results = []
-    for peer, expected in enumerate(rows):
-        y = case.results(step, peer, len(expected.source))
-        y[(expected.topk_idx < 0).all(dim=1)] = 0
-        results.append(y)
-    out = reference_combine(
-        results,
-        [expected.source for expected in rows],
-        list(case.tokens[step]),
-        case.config.dtype,
-        order="two-level",
-        ranks_per_node=RANKS_PER_NODE[case.world_size],
-    )
-    return out[rank]
+def out_of_levels(case, step, rank) -> torch.Tensor:
+    return two_level_out(case, step, RANKS_PER_NODE[case.world_size])[rank]
