@@ -74,11 +74,14 @@ def gather_rows(source: Tensor, tokens: Sequence[Tensor], outs: Sequence[Tensor]
 
     Args:
         source: [T, W].
-        tokens: int64 [n] for each place, token of each row; ascending.
+        tokens: int64 [n] for each place, token of each row; ascending if there are several places.
         outs: [n, W] for each place, in the source's dtype.
     """
     if source.dtype == FP8:  # index_select does not know it
         source, outs = source.view(torch.uint8), [out.view(torch.uint8) for out in outs]
+    if len(outs) == 1:  # nothing to come back for
+        torch.index_select(source, 0, tokens[0], out=outs[0])
+        return
     row_bytes = source.shape[1] * source.itemsize
     for _, _, cuts in token_blocks(len(source), row_bytes, tokens, source.device):
         for out, index, cut in zip(outs, tokens, cuts, strict=True):
