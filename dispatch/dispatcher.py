@@ -9,7 +9,7 @@ Whatever can fail on one rank alone happens before the agreement, so its failure
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -41,6 +41,7 @@ from crossdock.dispatch.checks import (
 )
 from crossdock.dispatch.choose_mover import mover_for
 from crossdock.dispatch.config import DTYPES, DispatchConfig
+from crossdock.dispatch.growth import Growth
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.mover import Agreed, Departure, Load
 from crossdock.dispatch.pending import Pending
@@ -141,8 +142,10 @@ class Dispatcher:
         self._era = 0
         self._locked = False
         self._pair_limit = -1
+        buckets = [slot.bucket for slot in self._slots]
+        self._growth = Growth(buckets, self._mover, self.wire, self._agree)
         if config.bucket != "grow" or self._mover.symmetric:
-            self._connect(range(num_slots))
+            self._growth.connect(range(num_slots))
 
     # ---- the two halves of a layer -------------------------------------------------------------
 
@@ -282,11 +285,12 @@ class Dispatcher:
         received, outbox = handle.plan.received, self._mover.outbox_rows(handle.plan)
         pairs = handle.plan.pairs_to_hold(handle.pairs)
         refuse_what_does_not_fit(agreement, received, pairs, outbox, config=self.config)
-        self._reserve(index, handle, agreement)
+        self._growth.reserve(index, handle, agreement)
         capacities = agreement.values[:, 0].tolist()
         needs = list(map(max, received, outbox))
         if any(rows > held for rows, held in zip(needs, capacities, strict=True)):
-            self._grow([index], max(needs) if self._mover.symmetric else needs[self.transport.rank])
+            rows = max(needs) if self._mover.symmetric else needs[self.transport.rank]
+            self._growth.grow([index], rows)
         handle.slots = slots
         return handle
 
@@ -355,7 +359,7 @@ class Dispatcher:
             )
         self._agree(Operation.LOCK, problem)
         # Every slot gets the capacity of the largest, and its y, so that nothing is taken later.
-        self._grow(
+        self._growth.grow(
             range(len(self._slots)), max(s.bucket.capacity for s in self._slots), with_y=True
         )
         self._locked = True
@@ -503,45 +507,6 @@ class Dispatcher:
             )
             handle = self._new_handle(agreed, routing, len(load.rows), captured=True)
         return handle
-
-    def _grow(self, indices: Sequence[int], rows: int, *, with_y: bool = False) -> None:
-        """Take memory for slots, on every rank or on none. Collective."""
-        buckets = [self._slots[index].bucket for index in indices]
-        size = f"{rows} rows x {self.wire.row_bytes} bytes = {rows * self.wire.row_bytes} bytes"
-        with Attempt(f"memory for a receive bucket of {size}") as attempt:
-            for bucket in buckets:
-                bucket.prepare(rows, with_y=with_y)
-        try:
-            self._agree(Operation.GROW, attempt.problem)
-            self._connect(indices)
-        except BaseException:
-            for bucket in buckets:
-                bucket.cancel()
-            raise
-        for bucket in buckets:
-            bucket.commit()
-
-    def _reserve(self, index: int, handle: Handle, agreement: Agreement) -> None:
-        """Take what the way needs beside the buckets, on every rank or on none. Collective."""
-        needs = self._mover.needs(handle, agreement.num_tokens)
-        if all(need <= held for need, held in zip(needs, agreement.values[:, 2], strict=True)):
-            return
-        rows = needs[self.transport.rank]
-        size = f"{rows} rows x {self.wire.row_bytes} bytes = {rows * self.wire.row_bytes} bytes"
-        with Attempt(f"memory for rows that pass through: {size}") as attempt:
-            self._mover.reserve(index, rows)
-        self._agree(Operation.GROW, attempt.problem)
-
-    def _connect(self, indices: Sequence[int]) -> None:
-        """Let every rank reach the newest memory of slots, if it has to. Collective."""
-        if not self._mover.connects:
-            return
-        commit = None
-        with Attempt("way to the other ranks' receive buckets") as attempt:
-            commit = self._mover.connect([(i, self._slots[i].bucket.newest) for i in indices])
-        self._agree(Operation.GROW, attempt.problem)
-        assert commit is not None
-        commit()
 
     def _move(
         self, load: Load, slot: _Slot, handle: Handle, *, staged: bool
