@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from crossdock.launch.config import Job
+from crossdock.scratch.errors import ConfigError
 
 __all__ = ["KubernetesKind", "Rendezvous", "kubernetes", "mpirun", "slurm", "torchrun"]
 
@@ -45,6 +46,8 @@ def mpirun(job: Job, hosts: Sequence[str] = ()) -> str:
     """A script with a hostfile; Open MPI, and MPICH's words as a comment."""
     cluster = job.config.cluster
     names = list(hosts) or [f"node{index}" for index in range(cluster.nodes)]
+    if len(names) != cluster.nodes:
+        raise ConfigError(f"{len(names)} host(s), but cluster.nodes = {cluster.nodes}: name each")
     ranks, per_node = str(cluster.num_ranks), cluster.ranks_per_node
     exports = ["-x", "PATH", "-x", "LD_LIBRARY_PATH"]
     program = ["python", *_program(job)]

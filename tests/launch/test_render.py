@@ -11,6 +11,7 @@ import yaml
 
 from crossdock.launch import render
 from crossdock.launch.config import Job, load_job
+from crossdock.scratch.errors import ConfigError
 from tests.launch.conftest import CONFIGS
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -82,3 +83,9 @@ def test_paths_and_values_with_blanks_are_quoted(tmp_path):
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith(".yaml")])
 def test_manifests_repeat_what_stands_twice(name):
     assert "*id" not in (GOLDEN / name).read_text()
+
+
+def test_every_node_has_a_host():
+    job = load_job(CONFIGS / "two-node-16gpu.yaml")
+    with pytest.raises(ConfigError, match=r"1 host\(s\), but cluster.nodes = 2"):
+        render.mpirun(job, ["only"])
