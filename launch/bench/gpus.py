@@ -312,7 +312,7 @@ def _measure_captured(
         copy.forget()
         run()
         copy.verify()
-    times = measure_graphs(
+    times, _ = measure_graphs(
         dispatcher.transport,
         {
             f"captured {name} dispatch": graphs.dispatch,

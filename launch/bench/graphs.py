@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from crossdock.dispatch.transports.base import Transport
 
-__all__ = ["capture", "make_event", "measure_graphs", "medians"]
+__all__ = ["SlowestRank", "capture", "make_event", "measure_graphs", "slowest_rank"]
 
 T = TypeVar("T")
 
 WARM_UP = 5
+SAMPLES_AT_ONCE = 64  # what a record between hosts has room for
+
+
+class SlowestRank(NamedTuple):
+    """By name, us of the slowest rank of each round.
+
+    Attributes:
+        medians: Of all rounds.
+        tails: 95th percentiles.
+    """
+
+    medians: dict[str, float]
+    tails: dict[str, float]
 
 
 def capture(call: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -28,12 +41,8 @@ def capture(call: Callable[[], T]) -> tuple[Callable[[], None], T]:
 
 def measure_graphs(
     transport: Transport, candidates: Mapping[str, Callable[[], None]], rounds: int
-) -> dict[str, float]:
-    """Time what is launched on the current stream, in turns, all ranks starting together.
-
-    Returns:
-        By name, us of the slowest rank, median of the rounds.
-    """
+) -> SlowestRank:
+    """Time what is launched on the current stream, in turns, all ranks starting together."""
     samples = torch.zeros(len(candidates), rounds, dtype=torch.int64)
     begin, end = make_event(), make_event()
     for round_ in range(-WARM_UP, rounds):
@@ -45,15 +54,16 @@ def measure_graphs(
             end.synchronize()
             if round_ >= 0:
                 samples[row, round_] = round(begin.elapsed_time(end) * 1e6)
-    return medians(transport, list(candidates), samples)
+    return slowest_rank(transport, list(candidates), samples)
 
 
-def medians(transport: Transport, names: Sequence[str], samples: Tensor) -> dict[str, float]:
-    """By name, us of the slowest rank, from int64 nanoseconds [n, rounds] of this rank."""
-    slowest = torch.stack(
-        [transport.exchange(row.clone()).amax(0).double().median() / 1e3 for row in samples]
-    )
-    return dict(zip(names, slowest.tolist(), strict=True))
+def slowest_rank(transport: Transport, names: Sequence[str], samples: Tensor) -> SlowestRank:
+    """What all ranks say together, from int64 nanoseconds [n, rounds] of this rank. Collective."""
+    parts = torch.split(samples.flatten(), SAMPLES_AT_ONCE)
+    slowest = torch.cat([transport.exchange(part.clone()).amax(0) for part in parts])
+    at = torch.tensor([0.5, 0.95], dtype=torch.float64)
+    medians, tails = torch.quantile(slowest.view_as(samples).double() / 1e3, at, dim=1).tolist()
+    return SlowestRank(dict(zip(names, medians, strict=True)), dict(zip(names, tails, strict=True)))
 
 
 def make_event() -> torch.cuda.Event:

@@ -116,7 +116,7 @@ def _measure_case(
             for layout, graphs in by_layout.items()
             for part, replay in graphs.replays.items()
         }
-        times = measure_graphs(transport, candidates, rounds)
+        times, tails = measure_graphs(transport, candidates, rounds)
         if wire == "payload":
             first, second = (graphs.out for graphs in by_layout.values())
             assert torch.equal(first, second), "the layouts' results differ"
@@ -124,6 +124,7 @@ def _measure_case(
     said = transport.exchange(torch.tensor(sent).flatten()).sum(0).view(2, 2).tolist()
     return {
         "us": times,
+        "us, 95th percentile": tails,
         "row / expert": times["row: step"] / times["expert: step"],
         "rows a token": {
             layout: rows / (len(inputs.x) * transport.world_size)

@@ -26,7 +26,7 @@ from crossdock.dispatch.nvshmem.launch import SOURCES, Shape
 from crossdock.dispatch.nvshmem.layout import BY_ROUTE
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.transports.base import Transport
-from crossdock.launch.bench.graphs import WARM_UP, capture, make_event, measure_graphs, medians
+from crossdock.launch.bench.graphs import WARM_UP, capture, make_event, measure_graphs, slowest_rank
 from crossdock.launch.bench.inputs import (
     HIDDEN,
     NUM_EXPERTS,
@@ -42,7 +42,7 @@ __all__ = ["bench_onesided"]
 
 logger = logging.getLogger(__name__)
 
-ROUNDS, EAGER_ROUNDS = 30, 60
+ROUNDS, DECODE_ROUNDS, EAGER_ROUNDS = 30, 120, 200
 CEILING_SHAPES = tuple(
     Shape(units, threads, blocks, stages=2)  # they have no stages
     for units, threads, blocks in ((2, 256, 4), (4, 256, 4), (4, 512, 2), (7, 256, 2))
@@ -60,18 +60,22 @@ DEFINITIONS = {
     "two barriers": "graph: two bare flag barriers",
     "route, rows, arrive": "the dispatch's kernels, launched eagerly, between events: checks, "
     "routing and this rank's record; everybody's record and rows; arrival",
-    "eager": "host time of a dispatch of 128 tokens, medians of the slowest rank: the call; of it "
-    "the poll for the records that a kernel writes; the rest (host). No records travel between "
-    "hosts. Beside it a combine, and of it the exchange of records between hosts",
+    "eager": "host time of a dispatch of 128 tokens: the call; of it the poll for the records that "
+    "a kernel writes; the rest (host). No records travel between hosts. Beside it a combine, and "
+    "of it the exchange of records between hosts. Of the slowest rank of each round, as everywhere "
+    "here; and each rank's own median, for the hosts' own time is no common one",
 }
 
 
-def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, Any]:
+def bench_onesided(
+    transport: Transport, *, rounds: int = ROUNDS, decode_rounds: int = DECODE_ROUNDS
+) -> dict[str, Any]:
     """Measure everything. Collective.
 
     Args:
         transport: Of the name ``nvshmem``.
         rounds: Rounds that count.
+        decode_rounds: The same of batches of 128 tokens, whose times vary more.
 
     Returns:
         JSON-able, times in us of the slowest rank.
@@ -81,9 +85,10 @@ def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, A
     """
     uniform = {
         f"{wire}, {tokens} tokens": _measure_case(
-            transport, uniform_inputs(transport, tokens, NUM_EXPERTS), NUM_EXPERTS, wire, rounds
+            transport, uniform_inputs(transport, tokens, NUM_EXPERTS), NUM_EXPERTS, wire, count
         )
-        for wire, tokens in (("payload", 4096), ("fp8", 4096), ("payload", 128), ("fp8", 128))
+        for tokens, count in ((4096, rounds), (128, decode_rounds))
+        for wire in ("payload", "fp8")
     }
     curve = {
         str(tokens): _measure_case(
@@ -107,7 +112,6 @@ def bench_onesided(transport: Transport, *, rounds: int = ROUNDS) -> dict[str, A
         "world_size": transport.world_size,
         "hidden": HIDDEN,
         "top_k": TOP_K,
-        "rounds": rounds,
         "shapes": {
             "rows": tuple(launch.ROWS),
             "rows, fp8": tuple(launch.ROWS_FP8),
@@ -149,7 +153,7 @@ def _measure_case(
             **ceilings.out,
             **ceilings.back,
         }
-        times = measure_graphs(transport, candidates, rounds)
+        times, tails = measure_graphs(transport, candidates, rounds)
         for call, graphs_of in (("dispatch", ceilings.out), ("combine", ceilings.back)):
             times[f"{call} ceiling"] = min(times[name] for name in graphs_of)
         times |= _measure_parts(transport, mover, inputs, rounds)
@@ -161,7 +165,9 @@ def _measure_case(
     return {
         "tokens": len(inputs.x),
         "wire": wire,
+        "rounds": rounds,
         "us": times,
+        "us, 95th percentile": tails,
         "of ceiling": {
             "dispatch": times["dispatch ceiling"] / times["dispatch"],
             "combine": times["combine ceiling"] / times["combine"],
@@ -288,10 +294,10 @@ def _measure_parts(
             for part in range(3):
                 elapsed = events[part].elapsed_time(events[part + 1])
                 samples[part, round_] = round(elapsed * 1e6)
-    return medians(transport, names, samples)
+    return slowest_rank(transport, names, samples).medians
 
 
-def _measure_eager(transport: Transport) -> dict[str, dict[str, float]]:
+def _measure_eager(transport: Transport) -> dict[str, dict[str, dict[str, Any]]]:
     """Host time of eager calls, one after the other as a model makes them, and on an idle device.
 
     A dispatch waits for the device in one place, where it polls for the matrix of records that a
@@ -331,7 +337,13 @@ def _measure_eager(transport: Transport) -> dict[str, dict[str, float]]:
                     call, launching = dispatched - began, route.spent + rows_kernel.spent
                     times = [call, device.spent, call - device.spent, launching, took, hosts.spent]
                     samples[:, round_] = torch.tensor(times)
-            result[when] = medians(transport, names, samples)
+            medians, tails = slowest_rank(transport, names, samples)
+            own = transport.exchange(samples.median(1).values).double() / 1e3
+            result[when] = {
+                "us": medians,
+                "us, 95th percentile": tails,
+                "us, each rank's median": dict(zip(names, own.t().tolist(), strict=True)),
+            }
         del transport._exchange
     return result
 

@@ -13,6 +13,7 @@ from crossdock.dispatch.transports.base import Transport
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.launch.bench import gpus as bench
 from crossdock.launch.bench.gpus_table import table_of
+from crossdock.launch.bench.graphs import SlowestRank
 from crossdock.launch.bench.peers import PeerCopy
 from tests.dispatch.cases import simple_case
 from tests.gpus import checks
@@ -67,7 +68,7 @@ def test_the_benchmark_measures_what_it_says(monkeypatch, emulated):
 
 def replay_in_turns(
     transport: Transport, candidates: Mapping[str, Callable[[], None]], rounds: int
-) -> dict[str, float]:
+) -> SlowestRank:
     times = dict.fromkeys(candidates, 0.0)
     for _ in range(rounds):
         for name, run in candidates.items():
@@ -75,7 +76,7 @@ def replay_in_turns(
             began = time.perf_counter()
             run()
             times[name] += (time.perf_counter() - began) * 1e6 / rounds
-    return times
+    return SlowestRank(times, {})
 
 
 def test_a_benchmark_without_time_says_what_it_left_out():

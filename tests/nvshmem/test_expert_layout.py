@@ -53,7 +53,7 @@ def test_the_benchmark_compares_the_same_results(monkeypatch, emulated):
     for name, fake in {
         "uniform_inputs": inputs,
         "capture": run_once,
-        "measure_graphs": lambda _, candidates, rounds: dict.fromkeys(candidates, 1.0),
+        "measure_graphs": lambda _, candidates, rounds: [dict.fromkeys(candidates, 1.0)] * 2,
         "HIDDEN": 64,
         "TOKENS": (20,),
     }.items():
