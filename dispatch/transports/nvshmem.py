@@ -125,12 +125,12 @@ class NvshmemTransport(Transport):
 
     def require_working(self) -> None:
         """Raise what broke the transport, waits on the device that ended in vain included."""
-        if self.ledger.broken is None:
-            for report in self._reports.values():
-                if report[_IN_VAIN]:
-                    late = [rank for rank, word in enumerate(report[Report.LATE :]) if word]
-                    raise self._lost(late, "a kernel")
-        super().require_working()
+        if self.ledger.broken is not None:
+            super().require_working()
+        for report in self._reports.values():
+            if report[_IN_VAIN]:
+                late = [rank for rank, word in enumerate(report[Report.LATE :]) if word]
+                raise self._lost(late, "a kernel")
 
     def look_for_dead(self, during: str) -> None:
         """Raise if a rank's process, or this rank's GPU, has ended: a kernel would wait in vain.
@@ -274,6 +274,10 @@ class NvshmemTransport(Transport):
 class _Order(AbstractContextManager[None]):
     """Inside of it the device is the current one, and its stream comes after the last one inside.
 
+    As long as there is one stream, its own order is enough, and no event is recorded. When a second
+    one comes, it waits once for all that is on the first. From then on the end of every use is
+    recorded, so that a stream waits for no more than what was launched inside.
+
     Args:
         device: The device.
     """
@@ -283,15 +287,20 @@ class _Order(AbstractContextManager[None]):
         self._current = torch.cuda.device(device)
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream = -1
-        self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._last: torch.cuda.Event | None = None
 
     def __enter__(self) -> None:
         self._current.__enter__()  # type: ignore[no-untyped-call]
         raw = raw_stream(self._device)
-        if raw == self._raw_stream:
-            return
+        if raw != self._raw_stream:
+            self._follow(raw)
+
+    def _follow(self, raw: int) -> None:
         stream = torch.cuda.current_stream(self._device)
         if self._stream is not None:
+            if self._last is None:
+                self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._last.record(self._stream)
             stream.wait_event(self._last)
         self._stream, self._raw_stream = stream, raw
 
@@ -301,5 +310,6 @@ class _Order(AbstractContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._last.record(self._stream)
+        if self._last is not None:
+            self._last.record(self._stream)
         self._current.__exit__(kind, error, traceback)
