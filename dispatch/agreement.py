@@ -130,8 +130,8 @@ class Record:
         pair_limit: Pairs that this rank's experts may hold; -1 if they may grow.
         num_tokens: T of this rank.
         values: Up to 24 whole numbers, as the operation likes.
-        rows: int64 [R] rows to each rank, or None for all zero.
-        pairs: int64 [R] pairs to each rank, or None for all zero.
+        rows: [R] rows to each rank, or None for all zero.
+        pairs: [R] pairs to each rank, or None for all zero.
     """
 
     operation: Operation
@@ -142,8 +142,8 @@ class Record:
     pair_limit: int = -1
     num_tokens: int = 0
     values: tuple[int, ...] = ()
-    rows: Tensor | None = None
-    pairs: Tensor | None = None
+    rows: list[int] | None = None
+    pairs: list[int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -222,9 +222,9 @@ def encode(record: Record, sequence: int, world_size: int) -> Tensor:
         *record.values,
     )
     if record.rows is not None:
-        words[_TEXT.stop : _TEXT.stop + world_size] = record.rows.numpy()
+        words[_TEXT.stop : _TEXT.stop + world_size] = record.rows
     if record.pairs is not None:
-        words[_TEXT.stop + world_size :] = record.pairs.numpy()
+        words[_TEXT.stop + world_size :] = record.pairs
     if text:
         raw = _fit(text)
         words[_TEXT].view(np.uint8)[: len(raw)] = np.frombuffer(raw, dtype=np.uint8)

@@ -24,6 +24,7 @@ __all__ = [
     "check_routing",
     "find_handle_problem",
     "find_misfit",
+    "find_shortage",
 ]
 
 logger = logging.getLogger(__name__)
@@ -54,11 +55,22 @@ class Attempt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if error is None or not _is_out_of_memory(error):
-            return False
-        logger.warning("no %s", self._purpose, exc_info=error)
-        self.problem = Problem(ProblemKind.CAPACITY, f"no {self._purpose}: {in_words(error)}")
-        return True
+        if error is not None:
+            self.problem = find_shortage(self._purpose, error)
+        return self.problem is not None
+
+
+def find_shortage(purpose: str, error: BaseException) -> Problem | None:
+    """The problem that an exception means for agreement, if it is that memory was short.
+
+    Args:
+        purpose: What the memory was for, with its size where that is known.
+        error: Whatever was raised.
+    """
+    if not _is_out_of_memory(error):
+        return None
+    logger.warning("no %s", purpose, exc_info=error)
+    return Problem(ProblemKind.CAPACITY, f"no {purpose}: {in_words(error)}")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -123,7 +135,8 @@ def _check(
         return Problem(ProblemKind.GRADIENT, f"{name} {_NO_GRAD}")
     if value.is_nested:  # it has no shape that could be told
         return _routing(f"{name} is a nested tensor: a dense one is wanted")
-    if value.dim() != 2:
+    shape = value.shape
+    if len(shape) != 2:
         return _wrong_shape(name, value, rows, columns)
     if value.dtype not in dtypes:
         wanted = " or ".join(map(str, dtypes))
@@ -132,8 +145,8 @@ def _check(
         return _routing(f"{name} is a {value.layout} tensor: a dense one is wanted")
     if value.device != device:
         return _routing(f"{name} is on {value.device}: this transport's rows live on {device}")
-    num_rows, num_columns = value.shape
-    if num_columns != columns or rows not in (None, num_rows):
+    num_rows, num_columns = shape
+    if num_columns != columns or (rows is not None and rows != num_rows):
         return _wrong_shape(name, value, rows, columns)
     return None
 

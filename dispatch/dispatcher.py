@@ -29,7 +29,7 @@ from crossdock.dispatch.agreement import (
 from crossdock.dispatch.algorithms.allgather import AllGather
 from crossdock.dispatch.algorithms.alltoall import AllToAll
 from crossdock.dispatch.algorithms.base import Algorithm
-from crossdock.dispatch.buckets import Bucket
+from crossdock.dispatch.buckets import Bucket, BucketMemory
 from crossdock.dispatch.checks import (
     Attempt,
     check_hidden_states,
@@ -38,6 +38,7 @@ from crossdock.dispatch.checks import (
     check_routing,
     find_handle_problem,
     find_misfit,
+    find_shortage,
 )
 from crossdock.dispatch.choose_mover import mover_for
 from crossdock.dispatch.config import DTYPES, DispatchConfig
@@ -56,7 +57,7 @@ from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.settings import compare_settings, settings_of
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.topology import Topology
-from crossdock.dispatch.transports.base import Transport, in_words
+from crossdock.dispatch.transports.base import Done, Transport, Work, in_words
 from crossdock.dispatch.wire import WireFormat
 from crossdock.scratch.errors import LockedError, RankTimeout
 
@@ -178,7 +179,10 @@ class Dispatcher:
             NotImplementedError: An input requires grad.
             DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
         """
-        return self._dispatch(x, topk_idx, topk_weights, handle, staged=False).wait()
+        work, memory, handle = self._depart(x, topk_idx, topk_weights, handle, staged=False)
+        with self.transport.moving():
+            work.wait()
+        return self._mover.receive(memory, handle, debug=self.config.debug), handle
 
     def combine(self, y: Tensor, handle: Handle, *, out: Tensor | None = None) -> Tensor:
         """Bring results home and sum each token's, in fp32 and ascending rank order. Collective.
@@ -209,7 +213,14 @@ class Dispatcher:
         handle: Handle | None = None,
     ) -> Pending[tuple[ReceivedRows, Handle]]:
         """Begin a dispatch: everything but waiting for the rows. See :meth:`dispatch`."""
-        return self._dispatch(x, topk_idx, topk_weights, handle, staged=True)
+        work, memory, agreed = self._depart(x, topk_idx, topk_weights, handle, staged=True)
+
+        def finish() -> tuple[ReceivedRows, Handle]:
+            with self.transport.moving():
+                work.wait()
+            return self._mover.receive(memory, agreed, debug=self.config.debug), agreed
+
+        return Pending(finish)
 
     def combine_send(
         self, y: Tensor, handle: Handle, *, out: Tensor | None = None
@@ -217,7 +228,7 @@ class Dispatcher:
         """Begin a combine: everything but waiting and summing. See :meth:`combine`."""
         return self._combine(y, handle, out, staged=True)
 
-    def _dispatch(
+    def _depart(
         self,
         x: Tensor,
         topk_idx: Tensor | None,
@@ -225,7 +236,8 @@ class Dispatcher:
         handle: Handle | None,
         *,
         staged: bool,
-    ) -> Pending[tuple[ReceivedRows, Handle]]:
+    ) -> tuple[Work, BucketMemory, Handle]:
+        """All of a dispatch but the wait: rows on their way, where they come, the handle."""
         self._require_open()
         captured = self._mover.is_capturing()
         index = self._free_slot()
@@ -244,7 +256,12 @@ class Dispatcher:
             assert handle is not None
             slot = self._slots[index]
             handle.slot, slot.handle = index, handle
-            return Pending(self._move(departure.load, slot, handle, staged=staged))
+            memory = slot.bucket.memory
+            # All ranks know the total, so a step that moves nothing needs no exchange of rows.
+            if handle.plan.total == 0:
+                return Done(), memory, handle
+            work = self._mover.send(departure.load, handle, memory, staged=staged)
+        return work, memory, handle
 
     def _agree_on_dispatch(
         self, index: int | None, departure: Departure, x: Tensor, handle: Handle | None
@@ -462,13 +479,17 @@ class Dispatcher:
         if problem is not None:
             return Departure(problem)
         assert index is not None
-        with Attempt("memory for the rows to send") as attempt:
+        try:
             if handle is not None:
                 load = self._mover.load(index, x, handle.routing)
                 return Departure(routing=handle.routing, load=load)
             assert topk_idx is not None and topk_weights is not None
             return self._mover.prepare(index, x, topk_idx, topk_weights, captured=captured)
-        return Departure(attempt.problem)
+        except Exception as error:
+            problem = find_shortage("memory for the rows to send", error)
+            if problem is None:
+                raise
+            return Departure(problem)
 
     def _new_handle(
         self, agreed: Agreed, routing: Counts, num_tokens: int, *, captured: bool = False
@@ -508,23 +529,6 @@ class Dispatcher:
             handle = self._new_handle(agreed, routing, len(load.rows), captured=True)
         return handle
 
-    def _move(
-        self, load: Load, slot: _Slot, handle: Handle, *, staged: bool
-    ) -> Callable[[], tuple[ReceivedRows, Handle]]:
-        memory = slot.bucket.memory
-        # All ranks know the total, so a step that moves nothing needs no exchange of rows.
-        work = None
-        if handle.plan.total:
-            work = self._mover.send(load, handle, memory, staged=staged)
-
-        def finish() -> tuple[ReceivedRows, Handle]:
-            if work is not None:
-                with self.transport.moving():
-                    work.wait()
-            return self._mover.receive(memory, handle, debug=self.config.debug), handle
-
-        return finish
-
     def _move_back(
         self, load: Load, handle: Handle, out: Tensor, *, staged: bool
     ) -> Callable[[], Tensor]:
@@ -556,8 +560,8 @@ class Dispatcher:
         subject: int = 0,
         num_tokens: int = 0,
         values: tuple[int, ...] = (),
-        rows: Tensor | None = None,
-        pairs: Tensor | None = None,
+        rows: list[int] | None = None,
+        pairs: list[int] | None = None,
         row_limit: int = -1,
     ) -> Agreement:
         return agree(

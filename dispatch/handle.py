@@ -10,7 +10,7 @@ from crossdock.dispatch.slots import SlotPlan
 __all__ = ["Handle"]
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Handle:
     """The way of one step's rows. Opaque: give it to ``combine`` or ``dispatch(handle=)``.
 

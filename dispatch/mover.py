@@ -144,9 +144,14 @@ class Mover(ABC):
         load = None if routing is None else self.load(slot, x, routing)
         return Departure(problem, routing, load)
 
-    def plan(self, rows: npt.NDArray[np.int64]) -> SlotPlan:
-        """Places of a step's rows, from int64 [R, R] rows of each rank to each."""
-        return SlotPlan(rows)
+    def plan(self, rows: npt.NDArray[np.int64], sums: list[int] | None = None) -> SlotPlan:
+        """Places of a step's rows.
+
+        Args:
+            rows: int64 [R, R], of each rank to each.
+            sums: [R], sums over senders, if they are known.
+        """
+        return SlotPlan(rows, sums)
 
     def outbox_rows(self, plan: SlotPlan) -> list[int]:
         """[R] rows of a step that each rank keeps beside its bucket, in memory for as many."""

@@ -19,12 +19,12 @@ class Counts:
     """What all ranks have to know of one rank's routing.
 
     Attributes:
-        rows: int64 [R] on the CPU, rows to each rank.
-        pairs: int64 [R] on the CPU, (row, local expert) pairs to each rank.
+        rows: [R] rows to each rank.
+        pairs: [R] (row, local expert) pairs to each rank.
     """
 
-    rows: Tensor
-    pairs: Tensor
+    rows: list[int]
+    pairs: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,25 +81,28 @@ class RouteTable:
             ids=ids,
             weights=weights,
             tokens=tokens,
-            rows=wanted.sum(1).cpu(),
+            rows=wanted.sum(1).tolist(),
             pairs=self._count(owner),
         )
 
-    def count_pairs(self, topk_idx: Tensor) -> Tensor:
-        """int64 [R] on the CPU: (token, expert) pairs that each rank owns."""
+    def count_pairs(self, topk_idx: Tensor) -> list[int]:
+        """[R] (token, expert) pairs that each rank owns."""
         return self._count(torch.take(self._owner, topk_idx))
 
-    def count_rows(self, topk_idx: Tensor) -> Tensor:
-        """int64 [R] on the CPU: tokens that want each rank."""
-        return self._wanted(torch.take(self._owner, topk_idx)).sum(1).cpu()
+    def count_rows(self, topk_idx: Tensor) -> list[int]:
+        """[R] tokens that want each rank."""
+        rows: list[int] = self._wanted(torch.take(self._owner, topk_idx)).sum(1).tolist()
+        return rows
 
     def _wanted(self, owner: Tensor) -> Tensor:
         """Bool [R, T]: whether a token wants a rank, from the owners [T, K] of its experts."""
         wanted = torch.zeros(self.ep_size + 1, len(owner), dtype=torch.bool, device=owner.device)
         return wanted.scatter_(0, owner.t().long(), True)[: self.ep_size]
 
-    def _count(self, owner: Tensor) -> Tensor:
-        return torch.bincount(owner.flatten(), minlength=self.ep_size + 1)[: self.ep_size].cpu()
+    def _count(self, owner: Tensor) -> list[int]:
+        counts = torch.bincount(owner.flatten(), minlength=self.ep_size + 1)
+        pairs: list[int] = counts[: self.ep_size].tolist()
+        return pairs
 
 
 def find_problem(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> Problem | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["ReceivedRows"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ReceivedRows:
     """Rows in ascending (source rank, token) order, in a bucket of capacity C.
 

@@ -8,7 +8,6 @@ take first places.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,33 +16,30 @@ import numpy.typing as npt
 __all__ = ["SlotPlan"]
 
 
-@dataclass(frozen=True, eq=False)
 class SlotPlan:
     """Places of all rows of one step.
 
-    Attributes:
+    Args:
         counts: int64 [R, R], rows from (row index) to (column index); all -1 where only the device
             knows.
+        sums: [R], its sums over senders, if they are known.
+
+    Attributes:
+        counts: As given.
+        received: [R] rows that each rank receives.
+        total: Sum of ``sums``: 0 if nothing moves on any rank.
     """
 
-    counts: npt.NDArray[np.int64]
+    def __init__(self, counts: npt.NDArray[np.int64], sums: list[int] | None = None) -> None:
+        self.counts = counts
+        self.received: list[int] = np.add.reduce(counts).tolist() if sums is None else sums
+        self.total = sum(self.received)
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:
         """int64 [R, R]: place in the bucket of (column) of the first row of (row index)."""
         first: npt.NDArray[np.int64] = self.counts.cumsum(0) - self.counts
         return first
-
-    @cached_property
-    def received(self) -> list[int]:
-        """[R] rows that each rank receives."""
-        rows: list[int] = np.add.reduce(self.counts).tolist()
-        return rows
-
-    @cached_property
-    def total(self) -> int:
-        """Rows that move, over all ranks."""
-        return sum(self.received)
 
     def pairs_to_hold(self, pairs: list[int]) -> list[int]:
         """[R] pairs for which each rank's experts need room, from the [R] that it receives."""

@@ -111,7 +111,7 @@ class TwoLevelMover(Mover):
             return problem, None
         topk_idx = topk_idx.long()
         if isinstance(self.algorithm, AllGather):
-            rows = torch.full((self.transport.world_size,), len(topk_idx))
+            rows = [len(topk_idx)] * self.transport.world_size
             nodes = _to_everyone(topk_idx, topk_weights, self.transport.num_nodes)
         else:
             rows = self._ranks.count_rows(topk_idx)
@@ -159,8 +159,8 @@ class TwoLevelMover(Mover):
         if counted:
             sent, arriving = routing.relay[0].sent, routing.relay[0].arriving
         else:
-            matrix = self.transport.count_across(routing.nodes.rows)
-            sent = routing.nodes.rows.tolist()
+            sent = routing.nodes.rows
+            matrix = self.transport.count_across(torch.tensor(sent))
             arriving = matrix[:, self.transport.node].tolist()
         relay = self._take(buffers.relay, self.held(handle.slot))
         passing, room = relay[: sum(arriving)], relay[sum(arriving) :]
@@ -175,7 +175,7 @@ class TwoLevelMover(Mover):
             torch.index_select(by_node[node], 0, route.packed, out=fanned)
             self.wire.ids(fanned).copy_(route.ids)
             self.wire.weights(fanned).copy_(route.weights)
-            self.transport.within(fanned, route.rows.tolist(), memory.raw[places], arrive)
+            self.transport.within(fanned, route.rows, memory.raw[places], arrive)
         return Done()
 
     def load_back(self, slot: int, y: Tensor, handle: Handle, memory: BucketMemory) -> Load:
@@ -203,7 +203,7 @@ class TwoLevelMover(Mover):
         by_node = torch.split(partial, relay.arriving)
         for node, places, arrived in self._sources(handle):
             route = relay.routes[node]
-            rows = route.rows.tolist()
+            rows = route.rows
             fanned = room[: len(route.packed)]
             self.transport.within(_as_bytes(y[places]), arrived, _as_bytes(fanned), rows)
             ordered_sum(torch.split(fanned, rows), torch.split(route.tokens, rows), by_node[node])
@@ -253,8 +253,8 @@ def _to_everyone(ids: Tensor, weights: Tensor, size: int) -> Routing:
         ids=ids.to(torch.int32).repeat(size, 1),
         weights=weights.repeat(size, 1),
         tokens=tokens,
-        rows=torch.full((size,), len(ids)),
-        pairs=torch.zeros(size, dtype=torch.int64),
+        rows=[len(ids)] * size,
+        pairs=[0] * size,
     )
 
 

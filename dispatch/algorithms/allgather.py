@@ -32,7 +32,7 @@ class AllGather(Algorithm):
             ids=topk_idx.to(torch.int32),
             weights=topk_weights,
             tokens=tokens.repeat(ranks),
-            rows=torch.full((ranks,), num_tokens),
+            rows=[num_tokens] * ranks,
             pairs=self._table.count_pairs(topk_idx),
         )
 

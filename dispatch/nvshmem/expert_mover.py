@@ -9,8 +9,8 @@ combine_pairs  results read where they lie, weighted and summed
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,14 +18,10 @@ import torch
 from torch import Tensor
 
 from crossdock.dispatch.algorithms.base import Algorithm
-from crossdock.dispatch.buckets import BucketMemory
 from crossdock.dispatch.config import DispatchConfig
-from crossdock.dispatch.handle import Handle
-from crossdock.dispatch.nvshmem.bucket import SymmetricBucket
 from crossdock.dispatch.nvshmem.launch import Kernels, PairKernels
 from crossdock.dispatch.nvshmem.layout import pair_way_words
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
-from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.dispatch.wire import WireFormat
@@ -33,25 +29,30 @@ from crossdock.dispatch.wire import WireFormat
 __all__ = ["ExpertMover", "ExpertPlan"]
 
 
-@dataclass(frozen=True, eq=False)
 class ExpertPlan(SlotPlan):
     """Rows of one step where each is a pair.
 
-    Attributes:
+    Args:
+        counts: See :class:`SlotPlan`.
+        sums: See there.
         num_local_experts: [R] experts of each rank.
         alignment: Rows of which each expert's first is a multiple.
+
+    Attributes:
+        received: [R] rows that hold each rank's pairs, however they fall on its experts.
     """
 
-    num_local_experts: tuple[int, ...]
-    alignment: int
-
-    @cached_property
-    def received(self) -> list[int]:
-        """[R] rows that hold each rank's pairs, however they fall on its experts."""
-        received: list[int] = self.counts.sum(0).tolist()
-        return [
-            pairs + min(pairs, experts) * (self.alignment - 1)
-            for pairs, experts in zip(received, self.num_local_experts, strict=True)
+    def __init__(
+        self,
+        counts: npt.NDArray[np.int64],
+        sums: list[int] | None,
+        num_local_experts: tuple[int, ...],
+        alignment: int,
+    ) -> None:
+        super().__init__(counts, sums)
+        self.received = [
+            pairs + min(pairs, experts) * (alignment - 1)
+            for pairs, experts in zip(self.received, num_local_experts, strict=True)
         ]
 
     def pairs_to_hold(self, pairs: list[int]) -> list[int]:
@@ -63,6 +64,7 @@ class ExpertMover(NvshmemMover):
     """See the module."""
 
     _source_words = 3  # of a pair: rank, token and column
+    _layout: Literal["row", "expert"] = "expert"
 
     def __init__(
         self,
@@ -80,17 +82,9 @@ class ExpertMover(NvshmemMover):
         super().__init__(algorithm, wire, num_slots, transport, config)
         self.wire = replace(wire, top_k=1)  # of a row; tokens keep their columns
 
-    def plan(self, rows: npt.NDArray[np.int64]) -> SlotPlan:
+    def plan(self, rows: npt.NDArray[np.int64], sums: list[int] | None = None) -> SlotPlan:
         """Each rank's pairs, with the room that alignment takes."""
-        return ExpertPlan(rows, self._num_local_experts, self._alignment)
-
-    def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
-        """The same rows, and where each expert's begin."""
-        rows = super().receive(memory, handle, debug=debug)
-        assert isinstance(memory, SymmetricBucket)
-        if handle.plan.total == 0:  # no kernel ran
-            memory.offsets.zero_()
-        return replace(rows, layout="expert", offsets=memory.offsets)
+        return ExpertPlan(rows, sums, self._num_local_experts, self._alignment)
 
     def _load_kernels(self, config: DispatchConfig) -> Kernels:
         return PairKernels(

@@ -122,6 +122,7 @@ class Launch:
         self._words = (ctypes.c_longlong * num_words)()
         at = ctypes.addressof(self._words)
         self._pointers = (ctypes.c_void_p * num_words)(*range(at, at + 8 * num_words, 8))
+        self._stream = ctypes.c_void_p()
         self._launch = _driver().cuLaunchKernel
 
     def __call__(self, grid: int, block: int, *words: int) -> None:
@@ -131,7 +132,7 @@ class Launch:
             RuntimeError: The driver refused.
         """
         self._words[:] = words  # type: ignore[call-overload]
-        stream = ctypes.c_void_p(raw_stream(self._device))
+        self._stream.value = raw_stream(self._device)
         status = self._launch(
             self._handle,
             grid,
@@ -141,7 +142,7 @@ class Launch:
             1,
             1,
             self._shared_bytes,
-            stream,
+            self._stream,
             self._pointers,
             None,
         )
@@ -197,13 +198,16 @@ class Kernels:
         self, wire: WireFormat, device: torch.device, num_sms: int | None, group: Tensor
     ) -> None:
         self._device = device
-        self._num_sms = num_sms
         self._group_tensor = group  # kept alive
         self._group = group.data_ptr()
         model = C_TYPES[wire.dtype]
         shared_bytes = _shared_bytes(device)
         self._rows_shape = _rows_shape(wire.dtype, fp8=wire.fp8, shared_bytes=shared_bytes)
         macros = self._rows_shape.macros() | {"ELEM": model, "FP8": int(wire.fp8)}
+        present = torch.cuda.get_device_properties(device).multi_processor_count
+        self._rows_blocks = _blocks(self._rows_shape, present, num_sms)
+        self._rows_threads = self._rows_shape.threads + WARP  # one writes metadata
+        self._combine_blocks = _blocks(COMBINE, present, num_sms)
         stages = self._rows_shape.shared_bytes(wire.dtype.itemsize, 1)
         self._rows = self._load(self._rows_kernel, self._rows_words, macros, shared_bytes=stages)
         self._arrive = self._load("arrive", 2, {}, source="signals")
@@ -267,8 +271,8 @@ class Kernels:
         Records are exchanged before, unless :meth:`route` has done so in the ``call``.
         """
         self._rows(
-            self._blocks(self._rows_shape),
-            self._rows_shape.threads + WARP,  # one writes metadata
+            self._rows_blocks,
+            self._rows_threads,
             self._group,
             slot.data_ptr(),
             x.data_ptr(),
@@ -301,7 +305,7 @@ class Kernels:
         Unless :meth:`ready` has announced this rank's results, that comes first.
         """
         self._combines[partial](
-            self._blocks(COMBINE),
+            self._combine_blocks,
             COMBINE.threads,
             self._group,
             slot.data_ptr(),
@@ -318,11 +322,6 @@ class Kernels:
 
     def _rows_options(self) -> tuple[int, ...]:
         return ()
-
-    def _blocks(self, shape: Shape) -> int:
-        present = _num_sms(self._device)
-        # Blocks spread over all multiprocessors before two share one.
-        return present * shape.blocks if self._num_sms is None else min(self._num_sms, present)
 
     def _load(
         self,
@@ -377,9 +376,10 @@ class PairKernels(Kernels):
         return (self._alignment,)
 
 
-@cache
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _blocks(shape: Shape, present: int, num_sms: int | None) -> int:
+    """Of a grid on so many multiprocessors, of which it may have ``num_sms``."""
+    # Blocks spread over all multiprocessors before two share one.
+    return present * shape.blocks if num_sms is None else min(num_sms, present)
 
 
 @cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ class NvshmemMover(Mover):
     symmetric = True
     transport: NvshmemTransport
     _source_words = 2  # of a row: rank and token
+    _layout: Literal["row", "expert"] = "row"
 
     def __init__(
         self,
@@ -242,24 +244,24 @@ class NvshmemMover(Mover):
         ledger.begun = True  # from here on, what fails on this rank goes on between hosts
         call = ledger.sequence
         self._launch_route(ids, weights, way, call, slot, captured=False)
+        load, capacity = Load(x, call=call), self._in_use[slot].capacity
         self._matrix.wait(call)
-        if not self._matrix.is_fine:
+        is_fine, rows, pairs = self._matrix.mine()
+        if not is_fine:
             return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
-        rows, pairs = self._matrix.counts()
-        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way)
-        capacity = self._in_use[slot].capacity
         agreed = self._matrix.judge(call, slot, capacity)
-        if agreed is not None and max(self.outbox_rows(agreed.plan)) > capacity:
+        if self._has_distant and agreed and max(self.outbox_rows(agreed.plan)) > capacity:
             agreed = None
         ledger.begun = agreed is None
-        return Departure(routing=routing, load=Load(x, call=call), agreed=agreed)
+        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way)
+        return Departure(routing=routing, load=load, agreed=agreed)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
         """Check and count on the device, and leave it all there."""
         way = self._new_way(topk_idx)
         ids, weights = topk_idx.contiguous(), topk_weights.contiguous()
         self._launch_route(ids, weights, way, BY_ROUTE, 0, captured=True)
-        unknown = torch.full((self.transport.world_size,), -1)
+        unknown = [-1] * self.transport.world_size
         return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
 
     def _launch_route(
@@ -277,8 +279,7 @@ class NvshmemMover(Mover):
             )
 
     def _new_way(self, topk_idx: Tensor) -> Tensor:
-        words = self._way_words(*topk_idx.shape)
-        return torch.empty(words, dtype=torch.int64, device=self.transport.device)
+        return self._state.new_empty(self._way_words(*topk_idx.shape))
 
     def outbox_rows(self, plan: SlotPlan) -> list[int]:
         """Those for ranks that are distant from their source."""
@@ -300,18 +301,18 @@ class NvshmemMover(Mover):
 
     def send(self, load: Load, handle: Handle, memory: BucketMemory, *, staged: bool) -> Work:
         """Write rows; needs no answer from the host."""
-        bucket, way = _bucket(memory), _way(handle)
+        bucket, routing = _bucket(memory), _routing(handle)
         if handle.captured:
             bucket.captured = True
         else:
             bytes_to, row_bytes = self.transport.bytes_to, self.wire.row_bytes
-            for peer, rows in enumerate(handle.plan.send_rows(self.transport.rank)):
+            for peer, rows in enumerate(routing.rows):
                 bytes_to[peer] += rows * row_bytes
         with self.transport.in_order(captured=handle.captured):
             self._kernels.rows(
                 bucket.table,
                 load.rows,
-                way,
+                routing.way,
                 self.pair_limit,
                 poison=self._debug,
                 staged=staged,
@@ -330,6 +331,7 @@ class NvshmemMover(Mover):
         if handle.plan.total == 0:  # no kernel ran
             bucket.topk_idx.fill_(-1)
             bucket.rows_per_expert.zero_()
+            bucket.offsets.zero_()
         if debug:
             bucket.poison_results()
         rank, captured = self.transport.rank, handle.captured
@@ -344,6 +346,8 @@ class NvshmemMover(Mover):
             source=bucket.source,
             dtype=self.wire.dtype,
             take_y=bucket.y,
+            layout=self._layout,
+            offsets=bucket.offsets if self._layout == "expert" else None,
         )
 
     # ---- combine -------------------------------------------------------------------------------
@@ -358,7 +362,7 @@ class NvshmemMover(Mover):
         """Announce results; the wait for everybody's, and the sum, come with the caller's wait."""
         y = load.rows
         assert handle.slot is not None
-        bucket, way = self._in_use[handle.slot], _way(handle)
+        bucket, way = self._in_use[handle.slot], _routing(handle).way
         target = out if _is_aligned(out) else out.new_empty(out.shape)
         if y.shape[1] * y.dtype.itemsize > bucket.layout.y_bytes:
             return lambda: self._combine_in_parts(y, handle, bucket, target, out)
@@ -385,7 +389,7 @@ class NvshmemMover(Mover):
         self, y: Tensor, handle: Handle, bucket: SymmetricBucket, target: Tensor, out: Tensor
     ) -> None:
         """Results of a wider dtype than the slot has room for: some columns at a time."""
-        hidden, way = y.shape[1], _way(handle)
+        hidden, way = y.shape[1], _routing(handle).way
         width = bucket.layout.y_bytes // y.dtype.itemsize // 8 * 8
         with self.transport.in_order(captured=handle.captured):
             for first in range(0, hidden, width):
@@ -427,9 +431,9 @@ def _bucket(memory: BucketMemory) -> SymmetricBucket:
     return memory
 
 
-def _way(handle: Handle) -> Tensor:
+def _routing(handle: Handle) -> _DeviceRouting:
     assert isinstance(handle.routing, _DeviceRouting)
-    return handle.routing.way
+    return handle.routing
 
 
 def _is_aligned(out: Tensor) -> bool:

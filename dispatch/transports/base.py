@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -78,6 +78,7 @@ class Transport(ABC):
         self.timeout_s = timeout_s
         self.bytes_to = [0] * world_size
         self.ledger = Ledger()
+        self._moving = _Moving(self)
 
     def exchange(self, record: Tensor) -> Tensor:
         """Give a record to every rank and get everyone's.
@@ -183,21 +184,13 @@ class Transport(ABC):
         self.ledger.broken = error
         return error
 
-    @contextmanager
-    def moving(self) -> Iterator[None]:
+    def moving(self) -> AbstractContextManager[None]:
         """What this rank does while others count on its rows: if it fails, they hear of it at once.
 
         There is no next exchange then in which to say so. An error that all ranks raise, or that
         broke the transport already, is nothing to tell.
         """
-        try:
-            yield
-        except BaseException as error:
-            if self.ledger.broken is None and not getattr(error, "agreed", False):
-                said = f"{FAILED}: {in_words(error)}"[:_SAID_CHARS]
-                self.break_with({self.rank: said}, "the middle of a step")
-                self.tell_failure(said)
-            raise
+        return self._moving
 
     @abstractmethod
     def tell_failure(self, said: str) -> None:
@@ -206,3 +199,25 @@ class Transport(ABC):
         Args:
             said: What they raise ``PeerFailed`` with.
         """
+
+
+class _Moving(AbstractContextManager[None]):
+    """See :meth:`Transport.moving`; a class, since a generator costs several times as much."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        transport = self._transport
+        if error is None or transport.ledger.broken is not None or getattr(error, "agreed", False):
+            return
+        said = f"{FAILED}: {in_words(error)}"[:_SAID_CHARS]
+        transport.break_with({transport.rank: said}, "the middle of a step")
+        transport.tell_failure(said)
