@@ -179,9 +179,7 @@ class Dispatcher:
             NotImplementedError: An input requires grad.
             DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
         """
-        work, memory, handle = self._depart(x, topk_idx, topk_weights, handle, staged=False)
-        with self.transport.moving():
-            work.wait()
+        _, memory, handle = self._depart(x, topk_idx, topk_weights, handle, staged=False)
         return self._mover.receive(memory, handle, debug=self.config.debug), handle
 
     def combine(self, y: Tensor, handle: Handle, *, out: Tensor | None = None) -> Tensor:
@@ -237,7 +235,7 @@ class Dispatcher:
         *,
         staged: bool,
     ) -> tuple[Work, BucketMemory, Handle]:
-        """All of a dispatch but the wait: rows on their way, where they come, the handle."""
+        """Send; the rows on their way (there already unless staged), their memory, the handle."""
         self._require_open()
         captured = self._mover.is_capturing()
         index = self._free_slot()
@@ -257,10 +255,12 @@ class Dispatcher:
             slot = self._slots[index]
             handle.slot, slot.handle = index, handle
             memory = slot.bucket.memory
+            work: Work = Done()
             # All ranks know the total, so a step that moves nothing needs no exchange of rows.
-            if handle.plan.total == 0:
-                return Done(), memory, handle
-            work = self._mover.send(departure.load, handle, memory, staged=staged)
+            if handle.plan.total:
+                work = self._mover.send(departure.load, handle, memory, staged=staged)
+            if not staged:
+                work.wait()
         return work, memory, handle
 
     def _agree_on_dispatch(

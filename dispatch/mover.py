@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from crossdock.dispatch.buckets import BucketMemory
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.routing import Counts, Routing, find_problem
 from crossdock.dispatch.rows import ReceivedRows
-from crossdock.dispatch.slots import SlotPlan
+from crossdock.dispatch.slots import CountsOrFinder, SlotPlan
 from crossdock.dispatch.staging import Staging
 from crossdock.dispatch.transports.base import Work
 from crossdock.dispatch.unpack import unpack
@@ -144,11 +142,11 @@ class Mover(ABC):
         load = None if routing is None else self.load(slot, x, routing)
         return Departure(problem, routing, load)
 
-    def plan(self, rows: npt.NDArray[np.int64], sums: list[int] | None = None) -> SlotPlan:
+    def plan(self, rows: CountsOrFinder, sums: list[int] | None = None) -> SlotPlan:
         """Places of a step's rows.
 
         Args:
-            rows: int64 [R, R], of each rank to each.
+            rows: int64 [R, R], of each rank to each, or what finds them.
             sums: [R], sums over senders, if they are known.
         """
         return SlotPlan(rows, sums)

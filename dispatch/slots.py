@@ -8,32 +8,39 @@ take first places.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SlotPlan"]
+__all__ = ["CountsOrFinder", "SlotPlan"]
+
+
+CountsOrFinder = npt.NDArray[np.int64] | Callable[[], npt.NDArray[np.int64]]
 
 
 class SlotPlan:
     """Places of all rows of one step.
 
     Args:
-        counts: int64 [R, R], rows from (row index) to (column index); all -1 where only the device
-            knows.
-        sums: [R], its sums over senders, if they are known.
+        counts: See below; or what finds them, if they are asked for.
+        sums: [R], their sums over senders, if they are known.
 
     Attributes:
-        counts: As given.
         received: [R] rows that each rank receives.
         total: Sum of ``sums``: 0 if nothing moves on any rank.
     """
 
-    def __init__(self, counts: npt.NDArray[np.int64], sums: list[int] | None = None) -> None:
-        self.counts = counts
-        self.received: list[int] = np.add.reduce(counts).tolist() if sums is None else sums
+    def __init__(self, counts: CountsOrFinder, sums: list[int] | None = None) -> None:
+        self._given = counts
+        self.received: list[int] = np.add.reduce(self.counts).tolist() if sums is None else sums
         self.total = sum(self.received)
+
+    @cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """int64 [R, R], rows from (row index) to (column index); -1 where only the device knows."""
+        return self._given() if callable(self._given) else self._given
 
     @cached_property
     def first(self) -> npt.NDArray[np.int64]:

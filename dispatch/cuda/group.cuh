@@ -54,7 +54,8 @@ struct Group {
   const int* code;      // [E] owner << CODE_BITS | local id
   const int* expert_at; // [R, most_local] global id of each rank's local experts, -1 past them
   const int* told_at;   // [R, num_told] experts whose pairs a record tells each rank, -1 for none
-  i64* matrix;          // pinned: call, everybody's record without experts [R]
+  i64* matrix;          // pinned: call, what `give_host` makes of everybody's records, the records
+                        // without experts [R]
   i64* report;          // pinned: Report
   const Group* calls;   // of the transport: signals alone, BEGUN
   i64* control[MAX_RANKS]; // each rank's signals and pages, as this rank reaches them

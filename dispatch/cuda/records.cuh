@@ -46,6 +46,34 @@ __device__ void post_record(const Group& group, const i64* mine, i64 epoch, i64 
   post(group, RECORD, epoch);
 }
 
+// Give the host what it needs of the records of a call, unless something is unusual: whether all are of
+// this call and slot and have no trouble, rows and pairs that each rank receives, limits of pairs. Then
+// it looks at none of the records, which follow. One block, all threads.
+__device__ void give_host(const Group& group, i64 page, i64 call, i64 slot) {
+  const int ranks = static_cast<int>(group.ranks), given = HEADER + 2 * ranks;
+  i64 *sums = group.matrix + 2, *limits = sums + 2 * ranks, *records = limits + ranks;
+  bool is_unusual = false;
+  for (int source = threadIdx.x; source < ranks; source += blockDim.x) {
+    const i64* record = record_on(group, group.rank, source, page);
+    is_unusual |= __ldcg(record + KIND) != FINE || __ldcg(record + CALL) != call ||
+                  __ldcg(record + SLOT) != slot;
+    limits[source] = __ldcg(record + PAIR_LIMIT);
+  }
+  for (int i = threadIdx.x; i < 2 * ranks; i += blockDim.x) {
+    i64 sum = 0;
+#pragma unroll 8
+    for (int source = 0; source < ranks; ++source) {
+      sum += __ldcg(record_on(group, group.rank, source, page) + HEADER + i);
+    }
+    sums[i] = sum;
+  }
+  for (int i = threadIdx.x; i < ranks * given; i += blockDim.x) {
+    records[i] = __ldcg(record_on(group, group.rank, i / given, page) + i % given);
+  }
+  is_unusual = __syncthreads_or(is_unusual);
+  if (threadIdx.x == 0) group.matrix[1] = !is_unusual;
+}
+
 // Give this rank's record of an eager step to every rank, and everybody's to this rank's host, which
 // waits for the number of the call, negative if a rank did not come. A rank that has trouble of its
 // own, or is in another call, goes to the exchange of the hosts; then there is nothing to wait for
@@ -57,7 +85,7 @@ template <class Send, class Settle>
 __device__ void agree(const Group& group, const i64* mine, i64 call, i64 slot, i64 pair_limit,
                       const Send& send, const Settle& settle) {
   const Group& calls = *group.calls;
-  const int ranks = static_cast<int>(group.ranks), given = HEADER + 2 * ranks;
+  const int ranks = static_cast<int>(group.ranks);
   const i64 page = page_of_call(call);
   __shared__ int elsewhere;
   if (threadIdx.x == 0) elsewhere = 0;
@@ -74,10 +102,7 @@ __device__ void agree(const Group& group, const i64* mine, i64 call, i64 slot, i
       if (load_acquire(at) == begun_on_host(call)) *static_cast<volatile int*>(&elsewhere) = 1;
     }
     came = __syncthreads_and(came);
-    for (int i = threadIdx.x; i < ranks * given; i += blockDim.x) {
-      const i64* record = record_on(group, group.rank, i / given, page);
-      group.matrix[1 + i] = __ldcg(record + i % given);
-    }
+    give_host(group, page, call, slot);
   }
   __threadfence_system();
   __syncthreads();

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from crossdock.dispatch.buckets import next_power_of_two
 from crossdock.dispatch.mover import Agreed
-from crossdock.dispatch.nvshmem.layout import Header, Kind, matrix_words
+from crossdock.dispatch.nvshmem.layout import Header, Kind, matrix_words, records_at
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 
-__all__ = ["Matrix", "pinned_words"]
+__all__ = ["Matrix", "Ways", "pinned_words"]
 
 # Members of an enumeration are slow to look up.
-_FINE, _HEADER, _KIND, _TOKEN = map(int, (Kind.FINE, Header.HEADER, Header.KIND, Header.TOKEN))
+_FINE, _HEADER, _KIND = map(int, (Kind.FINE, Header.HEADER, Header.KIND))
 _LOOK_S = 0.1  # between looks for ranks that died
 
 
 class Matrix:
-    """The records of all ranks, which a kernel writes to pinned memory.
+    """The records of all ranks, which a kernel writes to pinned memory, and what they come to.
+
+    A step between two layers finds the processor's caches cold, so that each library it calls into
+    costs more than what it does there: what is read of a step that nothing is unusual about are
+    a few words, and as Python ints.
 
     Args:
         transport: Of the ranks.
         plan: The mover's.
 
     Attributes:
-        words: int64, where the kernel writes: the call, then [R, header, rows [R], pairs [R]].
+        words: int64, where the kernel writes: the call; whether all records are of it and of one
+            slot, and without trouble; rows [R] and pairs [R] that each rank receives; limits of
+            pairs [R]; records [R, header, rows [R], pairs [R]].
     """
 
     def __init__(self, transport: NvshmemTransport, plan: Callable[..., SlotPlan]) -> None:
@@ -38,11 +47,12 @@ class Matrix:
         ranks = self._ranks = transport.world_size
         self.words = pinned_words(matrix_words(ranks))
         self._call = memoryview(self.words.numpy())  # type: ignore[arg-type]
-        self._records = self.words.numpy()[1:].reshape(ranks, -1)
-        self._mine = self._records[transport.rank]
-        self._heads = self._records[:, :_TOKEN]
-        self._rows = self._records[:, _HEADER : _HEADER + ranks]
-        self._ones = np.ones(ranks, dtype=np.int64)
+        self._verdict, self._records = (
+            self._call[1 : records_at(ranks)],
+            self._call[records_at(ranks) :],
+        )
+        record_words = _HEADER + 2 * ranks
+        self._mine = self._records[transport.rank * record_words :][:record_words]
 
     def wait(self, call: int) -> None:
         """Wait for the kernel of a call; what it wrote is valid until the next one is launched.
@@ -70,25 +80,54 @@ class Matrix:
             slot: That this rank chose.
             capacity: Rows that the slot holds, on every rank.
         """
-        heads = self._heads.tolist()
-        for kind, said, chosen, _ in heads:
-            if kind != _FINE or said != call or chosen != slot:
-                return None
-        # Sums over ranks, all at once: a product takes much less of the host than numpy's sum.
-        sums: list[int] = self._ones.dot(self._records).tolist()
-        pairs = sums[-self._ranks :]
-        plan = self._plan(self._rows.copy(), sums[_HEADER : -self._ranks])
+        is_fine, *words = self._verdict.tolist()
+        if not is_fine:
+            return None
+        ranks = self._ranks
+        pairs, limits = words[ranks : 2 * ranks], words[2 * ranks :]
+        plan = self._plan(partial(_counts_in, bytes(self._records), ranks), words[:ranks])
         if max(plan.received) > capacity:
             return None
-        for (_, _, _, limit), need in zip(heads, plan.pairs_to_hold(pairs), strict=True):
+        for limit, need in zip(limits, plan.pairs_to_hold(pairs), strict=True):
             if 0 <= limit < need:
                 return None
-        return Agreed(call, plan, pairs, [slot] * self._ranks)
+        return Agreed(call, plan, pairs, [slot] * ranks)
 
     def mine(self) -> tuple[bool, list[int], list[int]]:
         """Whether this rank's ids and weights can be used; its rows and pairs to each rank, [R]."""
         words: list[int] = self._mine.tolist()
         return words[_KIND] == _FINE, words[_HEADER : -self._ranks], words[-self._ranks :]
+
+
+def _counts_in(records: bytes, ranks: int) -> npt.NDArray[np.int64]:
+    """int64 [R, R]: rows of each rank to each, by their records."""
+    words = np.frombuffer(records, dtype=np.int64).reshape(ranks, -1)
+    return words[:, _HEADER : _HEADER + ranks]
+
+
+class Ways:
+    """Device memory for the routing of eager steps, used again when a step's handle is gone.
+
+    Launches of a transport follow each other whatever streams they are on, so what is given back
+    may be taken at once. Sizes are powers of two; it holds as much as was in use at a time.
+
+    Args:
+        device: Whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, num_words: int) -> Tensor:
+        """Uninitialised, int64 [``num_words`` or more]."""
+        size = next_power_of_two(num_words)
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=torch.int64, device=self._device)
+
+    def give(self, way: Tensor) -> None:
+        """Nobody needs it any more."""
+        self._free.setdefault(len(way), []).append(way)
 
 
 def pinned_words(count: int) -> Tensor:

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +20,7 @@ from crossdock.dispatch.config import DispatchConfig
 from crossdock.dispatch.nvshmem.launch import Kernels, PairKernels
 from crossdock.dispatch.nvshmem.layout import pair_way_words
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
-from crossdock.dispatch.slots import SlotPlan
+from crossdock.dispatch.slots import CountsOrFinder, SlotPlan
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.dispatch.wire import WireFormat
 
@@ -44,7 +42,7 @@ class ExpertPlan(SlotPlan):
 
     def __init__(
         self,
-        counts: npt.NDArray[np.int64],
+        counts: CountsOrFinder,
         sums: list[int] | None,
         num_local_experts: tuple[int, ...],
         alignment: int,
@@ -82,7 +80,7 @@ class ExpertMover(NvshmemMover):
         super().__init__(algorithm, wire, num_slots, transport, config)
         self.wire = replace(wire, top_k=1)  # of a row; tokens keep their columns
 
-    def plan(self, rows: npt.NDArray[np.int64], sums: list[int] | None = None) -> SlotPlan:
+    def plan(self, rows: CountsOrFinder, sums: list[int] | None = None) -> SlotPlan:
         """Each rank's pairs, with the room that alignment takes."""
         return ExpertPlan(rows, sums, self._num_local_experts, self._alignment)
 

@@ -31,6 +31,7 @@ __all__ = [
     "matrix_words",
     "pair_way_words",
     "record_words",
+    "records_at",
     "state_words",
     "way_words",
 ]
@@ -206,8 +207,13 @@ def begun_words(ranks: int) -> int:
 
 
 def matrix_words(ranks: int) -> int:
-    """Words that an eager dispatch gives to the host: its call, all records without experts."""
-    return 1 + ranks * (Header.HEADER + 2 * ranks)
+    """Words that an eager dispatch gives to the host: see ``Matrix``."""
+    return records_at(ranks) + ranks * (Header.HEADER + 2 * ranks)
+
+
+def records_at(ranks: int) -> int:
+    """Word of those at which all records begin, without their experts."""
+    return 2 + 3 * ranks
 
 
 def state_words(ranks: int, num_experts: int) -> int:

@@ -26,7 +26,7 @@ from crossdock.dispatch.config import DispatchConfig
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.mover import Departure, Load, Mover
 from crossdock.dispatch.nvshmem.bucket import SymmetricBucket
-from crossdock.dispatch.nvshmem.eager import Matrix, pinned_words
+from crossdock.dispatch.nvshmem.eager import Matrix, Ways, pinned_words
 from crossdock.dispatch.nvshmem.launch import Kernels
 from crossdock.dispatch.nvshmem.layout import (
     BY_ROUTE,
@@ -64,9 +64,15 @@ class _DeviceRouting(Counts):
 
     Attributes:
         way: int64, the kernels' ``Way``.
+        ways: Where it goes when the step's handle is gone, unless a graph holds its address.
     """
 
     way: Tensor
+    ways: Ways | None = None
+
+    def __del__(self) -> None:
+        if self.ways is not None:
+            self.ways.give(self.way)
 
 
 class NvshmemMover(Mover):
@@ -108,6 +114,7 @@ class NvshmemMover(Mover):
         self._code = expert_codes(placement).to(device)
         self._expert_at, self._told_at = experts.to(device), told.to(device)
         self._matrix = Matrix(transport, self.plan)
+        self._ways = Ways(device)
         self._report = pinned_words(Report.LATE + ranks)
         self._order = transport.watch(self._report)
         self._num_discards = 0
@@ -237,7 +244,7 @@ class NvshmemMover(Mover):
         if captured:
             _, routing = self.route(topk_idx, topk_weights)
             return Departure(routing=routing, load=Load(x, call=BY_ROUTE))
-        way = self._new_way(topk_idx)
+        way = self._ways.take(self._way_words(*topk_idx.shape))
         ids, weights = topk_idx.contiguous(), topk_weights.contiguous()
         ledger = self.transport.ledger
         ledger.sequence += 1
@@ -253,7 +260,7 @@ class NvshmemMover(Mover):
         if self._has_distant and agreed and max(self.outbox_rows(agreed.plan)) > capacity:
             agreed = None
         ledger.begun = agreed is None
-        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way)
+        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way, ways=self._ways)
         return Departure(routing=routing, load=load, agreed=agreed)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:

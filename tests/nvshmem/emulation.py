@@ -31,7 +31,7 @@ from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.scratch.jit import toolkit_include_dirs
 from tests.nvshmem import graphs
 
-__all__ = ["CPU", "emulate", "record_by_repeating", "run_emulated"]
+__all__ = ["CPU", "build", "emulate", "record_by_repeating", "run_emulated"]
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -94,6 +94,11 @@ def record_by_repeating(step: Callable[[], None]) -> Callable[[], None]:
 
     replay()
     return replay
+
+
+def build(folder: Path, path: Path, name: str) -> Callable[..., None]:
+    """A kernel on its own: call it with a grid, a block and its words."""
+    return _Kernel(folder, path, name, (), None)
 
 
 class _Runtime:
