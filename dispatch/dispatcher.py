@@ -239,13 +239,15 @@ class Dispatcher:
         self._require_open()
         captured = self._mover.is_capturing()
         index = self._free_slot()
-        departure = self._prepare(index, x, topk_idx, topk_weights, handle, captured=captured)
+        departure = self._prepare(
+            index, x, topk_idx, topk_weights, handle, captured=captured, staged=staged
+        )
         agreement = None
         if captured:
             handle = self._capture(index, departure, handle)
         elif departure.agreed is None:
             agreement = self._agree_on_dispatch(index, departure, x, handle)
-        assert index is not None and departure.routing is not None and departure.load is not None
+        assert index is not None and departure.routing is not None
         with self.transport.moving():
             if departure.agreed is not None:
                 handle = self._new_handle(departure.agreed, departure.routing, x.shape[0])
@@ -255,13 +257,21 @@ class Dispatcher:
             slot = self._slots[index]
             handle.slot, slot.handle = index, handle
             memory = slot.bucket.memory
-            work: Work = Done()
-            # All ranks know the total, so a step that moves nothing needs no exchange of rows.
-            if handle.plan.total:
-                work = self._mover.send(departure.load, handle, memory, staged=staged)
+            work = departure.work
+            if work is None:
+                work = self._send(departure.load, handle, memory, staged=staged)
             if not staged:
                 work.wait()
         return work, memory, handle
+
+    def _send(
+        self, load: Load | None, handle: Handle, memory: BucketMemory, *, staged: bool
+    ) -> Work:
+        # All ranks know the total, so a step that moves nothing needs no exchange of rows.
+        if handle.plan.total == 0:
+            return Done()
+        assert load is not None
+        return self._mover.send(load, handle, memory, staged=staged)
 
     def _agree_on_dispatch(
         self, index: int | None, departure: Departure, x: Tensor, handle: Handle | None
@@ -457,6 +467,7 @@ class Dispatcher:
         handle: Handle | None,
         *,
         captured: bool,
+        staged: bool,
     ) -> Departure:
         """Check, route and pack: all that can fail on this rank alone."""
         config, device = self.config, self.transport.device
@@ -484,7 +495,9 @@ class Dispatcher:
                 load = self._mover.load(index, x, handle.routing)
                 return Departure(routing=handle.routing, load=load)
             assert topk_idx is not None and topk_weights is not None
-            return self._mover.prepare(index, x, topk_idx, topk_weights, captured=captured)
+            return self._mover.prepare(
+                index, x, topk_idx, topk_weights, captured=captured, staged=staged
+            )
         except Exception as error:
             problem = find_shortage("memory for the rows to send", error)
             if problem is None:
@@ -509,7 +522,7 @@ class Dispatcher:
 
     def _capture(self, index: int | None, departure: Departure, handle: Handle | None) -> Handle:
         """Record a dispatch in a graph: nothing is asked of the host, so nothing can grow."""
-        problem, routing, load, _ = departure
+        problem, routing, load = departure[:3]
         if problem is not None:
             raise problem.error(self.transport.rank)
         if not self._locked and self.config.bucket == "grow":

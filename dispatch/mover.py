@@ -67,12 +67,14 @@ class Departure(NamedTuple):
         routing: Which rows leave.
         load: What they are.
         agreed: If the hosts need not exchange records.
+        work: Rows that are under way already, if they are.
     """
 
     problem: Problem | None = None
     routing: Counts | None = None
     load: Load | None = None
     agreed: Agreed | None = None
+    work: Work | None = None
 
 
 class Mover(ABC):
@@ -127,7 +129,14 @@ class Mover(ABC):
         return None, self.algorithm.route(topk_idx.long(), topk_weights)
 
     def prepare(
-        self, slot: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, captured: bool
+        self,
+        slot: int,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        captured: bool,
+        staged: bool,
     ) -> Departure:
         """Check ids and weights, find the way of tokens [T, H], and get ready to send them; local.
 
@@ -137,6 +146,7 @@ class Mover(ABC):
             topk_idx: [T, K].
             topk_weights: [T, K].
             captured: Whether the step is recorded in a graph.
+            staged: Whether the caller waits for rows later.
         """
         problem, routing = self.route(topk_idx, topk_weights)
         load = None if routing is None else self.load(slot, x, routing)

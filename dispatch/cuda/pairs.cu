@@ -69,7 +69,7 @@ __device__ bool begin(const Group& group, const Slot& slot, const PairWay& way, 
   __shared__ Judgement judgement;
   const i64 page = call > 0 ? page_of_call(call) : page_of_epoch(epoch);
   if (call == HERE) post_record(group, way.record, epoch, pair_limit);
-  const bool came = call > 0 || await(group, RECORD, epoch);
+  const bool came = call > 0 ? agrees(group, page, call) : await(group, RECORD, epoch);
   find_places(group, slot, way, alignment, page, judgement);
   const bool moves = came && !refuses(group, slot.capacity, judgement);
   i64* offsets = group_offsets(group, slot);
@@ -81,7 +81,7 @@ __device__ bool begin(const Group& group, const Slot& slot, const PairWay& way, 
     slot.state[STEP] = epoch;
     slot.state[REFUSED] = !moves;
     if (!moves) slot.state[NUM_ROWS] = slot.state[NUM_PAIRS] = 0;
-    if (came && !moves) report(group, slot.capacity, page, judgement);
+    if (came && !moves && call <= 0) report(group, slot.capacity, page, judgement);
     group.state[MOVES] = moves;
   }
   __syncthreads();
@@ -224,6 +224,10 @@ pairs(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_sl
 
   wait_for_all_but<0>(); // of a refused step
   if (!is_last_block(group.state, ROWS_TICKET)) return;
+  if (call > 0 && !moves) {
+    if (threadIdx.x == 0) group.state[PLACED] = epoch - 1; // the next launch is of this epoch
+    return;
+  }
   if (threadIdx.x == 0) group.state[DISPATCHES] = epoch;
   post(group, ARRIVED, epoch);
   // One block of one launch: it keeps nobody from writing.

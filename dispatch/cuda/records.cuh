@@ -46,18 +46,27 @@ __device__ void post_record(const Group& group, const i64* mine, i64 epoch, i64 
   post(group, RECORD, epoch);
 }
 
-// Give the host what it needs of the records of a call, unless something is unusual: whether all are of
-// this call and slot and have no trouble, rows and pairs that each rank receives, limits of pairs. Then
-// it looks at none of the records, which follow. One block, all threads.
-__device__ void give_host(const Group& group, i64 page, i64 call, i64 slot) {
-  const int ranks = static_cast<int>(group.ranks), given = HEADER + 2 * ranks;
-  i64 *sums = group.matrix + 2, *limits = sums + 2 * ranks, *records = limits + ranks;
+// Whether all records of a call are there, name the slot that this rank's does, and tell of no trouble.
+// The same on all ranks whose `route` waited for them. Call with all threads.
+__device__ bool agrees(const Group& group, i64 page, i64 call) {
+  const i64 slot = __ldcg(record_on(group, group.rank, group.rank, page) + SLOT);
   bool is_unusual = false;
-  for (int source = threadIdx.x; source < ranks; source += blockDim.x) {
+  for (int source = threadIdx.x; source < group.ranks; source += blockDim.x) {
     const i64* record = record_on(group, group.rank, source, page);
     is_unusual |= __ldcg(record + KIND) != FINE || __ldcg(record + CALL) != call ||
                   __ldcg(record + SLOT) != slot;
-    limits[source] = __ldcg(record + PAIR_LIMIT);
+  }
+  return !__syncthreads_or(is_unusual);
+}
+
+// Give the host what it needs of the records of a call, if ranks agree: that they do, rows and pairs
+// that each rank receives, limits of pairs. Then it looks at none of the records, which follow. One
+// block, all threads.
+__device__ void give_host(const Group& group, i64 page, i64 call) {
+  const int ranks = static_cast<int>(group.ranks), given = HEADER + 2 * ranks;
+  i64 *sums = group.matrix + 2, *limits = sums + 2 * ranks, *records = limits + ranks;
+  for (int source = threadIdx.x; source < ranks; source += blockDim.x) {
+    limits[source] = __ldcg(record_on(group, group.rank, source, page) + PAIR_LIMIT);
   }
   for (int i = threadIdx.x; i < 2 * ranks; i += blockDim.x) {
     i64 sum = 0;
@@ -70,8 +79,8 @@ __device__ void give_host(const Group& group, i64 page, i64 call, i64 slot) {
   for (int i = threadIdx.x; i < ranks * given; i += blockDim.x) {
     records[i] = __ldcg(record_on(group, group.rank, i / given, page) + i % given);
   }
-  is_unusual = __syncthreads_or(is_unusual);
-  if (threadIdx.x == 0) group.matrix[1] = !is_unusual;
+  const bool is_agreed = agrees(group, page, call);
+  if (threadIdx.x == 0) group.matrix[1] = is_agreed;
 }
 
 // Give this rank's record of an eager step to every rank, and everybody's to this rank's host, which
@@ -102,7 +111,7 @@ __device__ void agree(const Group& group, const i64* mine, i64 call, i64 slot, i
       if (load_acquire(at) == begun_on_host(call)) *static_cast<volatile int*>(&elsewhere) = 1;
     }
     came = __syncthreads_and(came);
-    give_host(group, page, call, slot);
+    give_host(group, page, call);
   }
   __threadfence_system();
   __syncthreads();

@@ -1,7 +1,8 @@
 // Dispatch: give this rank's record to everybody and wait for everybody's (`call` says which of that
 // `route` has done, see records.cuh); judge them as every rank does, and write each row once, to its
 // final place on each of its ranks; then announce that this rank's rows are there, and unless `staged`
-// wait for everybody's. A warp takes a segment of a token: fetches it once and stores it for every
+// wait for everybody's. A step of a call that ranks do not agree on, or that does not fit, is none:
+// their hosts go on with it. A warp takes a segment of a token: fetches it once and stores it for every
 // destination. One more warp of each block writes metadata meanwhile.
 //
 // Macros: ELEM, the type of hidden states; FP8, whether they travel as e4m3 with a scale for each
@@ -144,7 +145,7 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
   const i64 page = call > 0 ? page_of_call(call) : page_of_epoch(epoch);
   // Block 0 is there whenever any block is, so it cannot be kept from posting by those that wait.
   if (call == HERE && blockIdx.x == 0) post_record(group, way.record, epoch, pair_limit);
-  const bool came = call > 0 || await(group, RECORD, epoch);
+  const bool came = call > 0 ? agrees(group, page, call) : await(group, RECORD, epoch);
   count_rows(group, way.there, page, judgement);
   const bool refused = refuses(group, slot.capacity, judgement);
   const bool moves = came && !refused;
@@ -155,12 +156,13 @@ rows(const Group* __restrict__ shared_group, const Slot* __restrict__ shared_slo
     } else {
       write_metadata(group, slot, way, num_tokens, judgement);
     }
-  } else if (came && blockIdx.x == 0 && threadIdx.x == 0) {
+  } else if (came && call <= 0 && blockIdx.x == 0 && threadIdx.x == 0) {
     report(group, slot.capacity, page, judgement);
   }
 
   wait_for_all_but<0>(); // of a refused step
   if (!is_last_block(group.state, ROWS_TICKET)) return;
+  if (call > 0 && !moves) return;
   if (threadIdx.x == 0) group.state[DISPATCHES] = epoch;
   if (group.has_distant) return; // `put` goes on from here
   post(group, ARRIVED, epoch);

@@ -155,6 +155,11 @@ def raw_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+def current_device() -> int:
+    """Its index; torch is initialised."""
+    return torch._C._cuda_getDevice()
+
+
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")

@@ -3,7 +3,8 @@
 route       ids and weights checked, counts, every row's place; this rank's record posted, and in
             an eager step everybody's awaited and given to the host
 rows        everybody's record judged (on a handle's way: posted here), each row written once where
-            it stays, everybody's awaited
+            it stays, everybody's awaited; launched before an eager step's host knows, and does
+            nothing then if that has to go on with the other hosts
 combine     this rank's results announced, everybody's read where they lie, summed
 
 Of a staged call, ``rows`` does not wait (``arrive`` does), and ``ready`` announces results early.
@@ -237,9 +238,19 @@ class NvshmemMover(Mover):
         return torch.cuda.is_current_stream_capturing()
 
     def prepare(
-        self, slot: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *, captured: bool
+        self,
+        slot: int,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        captured: bool,
+        staged: bool,
     ) -> Departure:
-        """Check and count on the device; unless a graph is recorded, agree there with all ranks."""
+        """Check and count on the device; unless a graph is recorded, agree there with all ranks.
+
+        Rows leave at once if they agree and the step fits.
+        """
         x = self._readable(x)
         if captured:
             _, routing = self.route(topk_idx, topk_weights)
@@ -249,41 +260,68 @@ class NvshmemMover(Mover):
         ledger = self.transport.ledger
         ledger.sequence += 1
         ledger.begun = True  # from here on, what fails on this rank goes on between hosts
-        call = ledger.sequence
-        self._launch_route(ids, weights, way, call, slot, captured=False)
-        load, capacity = Load(x, call=call), self._in_use[slot].capacity
-        self._matrix.wait(call)
+        call, bucket = ledger.sequence, self._in_use[slot]
+        with self.transport.moving():
+            with self.transport.in_order():
+                self._launch_route(ids, weights, way, call, slot)
+                if not self._has_distant:
+                    self._launch_rows(bucket, x, way, call, staged=staged)
+            self._matrix.wait(call)
         is_fine, rows, pairs = self._matrix.mine()
         if not is_fine:
             return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
-        agreed = self._matrix.judge(call, slot, capacity)
-        if self._has_distant and agreed and max(self.outbox_rows(agreed.plan)) > capacity:
+        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way, ways=self._ways)
+        agreed = self._matrix.judge(call, slot, bucket.capacity)
+        if self._has_distant and agreed and max(self.outbox_rows(agreed.plan)) > bucket.capacity:
             agreed = None
         ledger.begun = agreed is None
-        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way, ways=self._ways)
-        return Departure(routing=routing, load=load, agreed=agreed)
+        if agreed is None:
+            return Departure(routing=routing, load=Load(x))  # records go round once more
+        if self._has_distant:
+            return Departure(routing=routing, load=Load(x, call=call), agreed=agreed)
+        self._count_bytes(routing)
+        work = _Arrival(self, bucket, captured=False) if staged else Done()
+        return Departure(routing=routing, agreed=agreed, work=work)
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
         """Check and count on the device, and leave it all there."""
         way = self._new_way(topk_idx)
         ids, weights = topk_idx.contiguous(), topk_weights.contiguous()
-        self._launch_route(ids, weights, way, BY_ROUTE, 0, captured=True)
+        with self.transport.in_order(captured=True):
+            self._launch_route(ids, weights, way, BY_ROUTE, 0)
         unknown = [-1] * self.transport.world_size
         return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
 
     def _launch_route(
-        self, ids: Tensor, weights: Tensor, way: Tensor, call: int, slot: int, *, captured: bool
+        self, ids: Tensor, weights: Tensor, way: Tensor, call: int, slot: int
     ) -> None:
-        with self.transport.in_order(captured=captured):
-            self._kernels.route(
-                ids,
-                weights,
-                way,
-                everywhere=self._everywhere,
-                call=call,
-                slot=slot,
-                pair_limit=self.pair_limit,
-            )
+        self._kernels.route(
+            ids,
+            weights,
+            way,
+            everywhere=self._everywhere,
+            call=call,
+            slot=slot,
+            pair_limit=self.pair_limit,
+        )
+
+    def _launch_rows(
+        self, bucket: SymmetricBucket, x: Tensor, way: Tensor, call: int, *, staged: bool
+    ) -> None:
+        self._kernels.rows(
+            bucket.table,
+            x,
+            way,
+            self.pair_limit,
+            poison=self._debug,
+            staged=staged,
+            call=call,
+        )
+
+    def _count_bytes(self, routing: Counts) -> None:
+        bytes_to, row_bytes = self.transport.bytes_to, self.wire.row_bytes
+        for peer, rows in enumerate(routing.rows):
+            bytes_to[peer] += rows * row_bytes
 
     def _new_way(self, topk_idx: Tensor) -> Tensor:
         return self._state.new_empty(self._way_words(*topk_idx.shape))
@@ -312,19 +350,9 @@ class NvshmemMover(Mover):
         if handle.captured:
             bucket.captured = True
         else:
-            bytes_to, row_bytes = self.transport.bytes_to, self.wire.row_bytes
-            for peer, rows in enumerate(routing.rows):
-                bytes_to[peer] += rows * row_bytes
+            self._count_bytes(routing)
         with self.transport.in_order(captured=handle.captured):
-            self._kernels.rows(
-                bucket.table,
-                load.rows,
-                routing.way,
-                self.pair_limit,
-                poison=self._debug,
-                staged=staged,
-                call=load.call,
-            )
+            self._launch_rows(bucket, load.rows, routing.way, load.call, staged=staged)
         return _Arrival(self, bucket, captured=handle.captured) if staged else Done()
 
     def await_rows(self, bucket: SymmetricBucket, *, captured: bool) -> None:
@@ -335,7 +363,7 @@ class NvshmemMover(Mover):
     def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
         """Everything lies where it is read; under capture only the device knows how many rows."""
         bucket = _bucket(memory)
-        if handle.plan.total == 0:  # no kernel ran
+        if handle.plan.total == 0:  # perhaps no kernel ran
             bucket.topk_idx.fill_(-1)
             bucket.rows_per_expert.zero_()
             bucket.offsets.zero_()

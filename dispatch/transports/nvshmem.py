@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from crossdock.dispatch.nvshmem.launch import Ring, raw_stream
+from crossdock.dispatch.nvshmem.launch import Ring, current_device, raw_stream
 from crossdock.dispatch.nvshmem.layout import (
     CONTROL_AT,
     MAX_RANKS,
@@ -284,13 +284,16 @@ class _Order(AbstractContextManager[None]):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._current = torch.cuda.device(device)
+        self._other = torch.cuda.device(device)  # costs a good deal more than to look first
+        self._switches = False
         self._stream: torch.cuda.Stream | None = None
         self._raw_stream = -1
         self._last: torch.cuda.Event | None = None
 
     def __enter__(self) -> None:
-        self._current.__enter__()  # type: ignore[no-untyped-call]
+        self._switches = current_device() != self._device.index
+        if self._switches:
+            self._other.__enter__()  # type: ignore[no-untyped-call]
         raw = raw_stream(self._device)
         if raw != self._raw_stream:
             self._follow(raw)
@@ -312,4 +315,5 @@ class _Order(AbstractContextManager[None]):
     ) -> None:
         if self._last is not None:
             self._last.record(self._stream)
-        self._current.__exit__(kind, error, traceback)
+        if self._switches:
+            self._other.__exit__(kind, error, traceback)

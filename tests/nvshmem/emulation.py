@@ -60,6 +60,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     for module in (eager_module, mover_module):
         monkeypatch.setattr(module, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
     monkeypatch.setattr(transport_module, "raw_stream", lambda _: 0)
+    monkeypatch.setattr(transport_module, "current_device", lambda: CPU.index)
     monkeypatch.setattr(transport_module, "Runtime", _Runtime)
     event = SimpleNamespace(record=lambda *_: None, synchronize=lambda: None)
     for name, fake in {
