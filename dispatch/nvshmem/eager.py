@@ -88,9 +88,10 @@ class Matrix:
         plan = self._plan(partial(_counts_in, bytes(self._records), ranks), words[:ranks])
         if max(plan.received) > capacity:
             return None
-        for limit, need in zip(limits, plan.pairs_to_hold(pairs), strict=True):
-            if 0 <= limit < need:
-                return None
+        if max(limits) >= 0:
+            for limit, need in zip(limits, plan.pairs_to_hold(pairs), strict=True):
+                if 0 <= limit < need:
+                    return None
         return Agreed(call, plan, pairs, [slot] * ranks)
 
     def mine(self) -> tuple[bool, list[int], list[int]]:
@@ -127,7 +128,7 @@ class Ways:
 
     def give(self, way: Tensor) -> None:
         """Nobody needs it any more."""
-        self._free.setdefault(len(way), []).append(way)
+        self._free.setdefault(way.shape[0], []).append(way)
 
 
 def pinned_words(count: int) -> Tensor:

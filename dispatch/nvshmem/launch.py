@@ -110,7 +110,7 @@ class Launch:
         shared_bytes: int = 0,
         runtime: Runtime | None = None,
     ) -> None:
-        self._device = device
+        self._index = device.index
         self._shared_bytes = shared_bytes
         if runtime is None:
             self._kernel = load_kernel(path, name, device=device, defines=defines)
@@ -132,7 +132,7 @@ class Launch:
             RuntimeError: The driver refused.
         """
         self._words[:] = words  # type: ignore[call-overload]
-        self._stream.value = raw_stream(self._device)
+        self._stream.value = torch._C._cuda_getCurrentRawStream(self._index)
         status = self._launch(
             self._handle,
             grid,
@@ -197,6 +197,7 @@ class Kernels:
     # Names and parameters of the kernels, which are others in another layout.
     _route_kernel, _route_words, _route_threads = "route", 9, CHUNK
     _rows_kernel, _rows_words = "rows", 9
+    _rows_options: tuple[int, ...] = ()
     _combine_kernel = "combine"
 
     def __init__(
@@ -285,7 +286,7 @@ class Kernels:
             x.shape[0],
             call,
             pair_limit,
-            *self._rows_options(),
+            *self._rows_options,
             poison,
             staged,
         )
@@ -324,9 +325,6 @@ class Kernels:
 
     def _route_options(self, *, everywhere: bool) -> tuple[int, ...]:
         return (everywhere,)
-
-    def _rows_options(self) -> tuple[int, ...]:
-        return ()
 
     def _load(
         self,
@@ -371,14 +369,11 @@ class PairKernels(Kernels):
         alignment: int,
     ) -> None:
         super().__init__(wire, device, num_sms, group)
-        self._alignment = alignment
+        self._rows_options = (alignment,)
 
     def _route_options(self, *, everywhere: bool) -> tuple[int, ...]:
         assert not everywhere
         return ()
-
-    def _rows_options(self) -> tuple[int, ...]:
-        return (self._alignment,)
 
 
 def _blocks(shape: Shape, present: int, num_sms: int | None) -> int:
