@@ -242,36 +242,36 @@ class Dispatcher:
         departure = self._prepare(
             index, x, topk_idx, topk_weights, handle, captured=captured, staged=staged
         )
+        if departure.work is not None:
+            assert index is not None and departure.agreed and departure.routing
+            handle = self._new_handle(departure.agreed, departure.routing, x.shape[0])
+            return departure.work, self._fill(index, handle), handle
         agreement = None
         if captured:
             handle = self._capture(index, departure, handle)
         elif departure.agreed is None:
             agreement = self._agree_on_dispatch(index, departure, x, handle)
-        assert index is not None and departure.routing is not None
+        assert index is not None and departure.routing is not None and departure.load is not None
         with self.transport.moving():
             if departure.agreed is not None:
                 handle = self._new_handle(departure.agreed, departure.routing, x.shape[0])
             elif agreement is not None:
                 handle = self._make_room(index, departure.routing, x, handle, agreement)
             assert handle is not None
-            slot = self._slots[index]
-            handle.slot, slot.handle = index, handle
-            memory = slot.bucket.memory
-            work = departure.work
-            if work is None:
-                work = self._send(departure.load, handle, memory, staged=staged)
+            memory = self._fill(index, handle)
+            work: Work = Done()
+            # All ranks know the total, so a step that moves nothing needs no exchange of rows.
+            if handle.plan.total:
+                work = self._mover.send(departure.load, handle, memory, staged=staged)
             if not staged:
                 work.wait()
         return work, memory, handle
 
-    def _send(
-        self, load: Load | None, handle: Handle, memory: BucketMemory, *, staged: bool
-    ) -> Work:
-        # All ranks know the total, so a step that moves nothing needs no exchange of rows.
-        if handle.plan.total == 0:
-            return Done()
-        assert load is not None
-        return self._mover.send(load, handle, memory, staged=staged)
+    def _fill(self, index: int, handle: Handle) -> BucketMemory:
+        """A step takes its slot: where its rows lie."""
+        slot = self._slots[index]
+        handle.slot, slot.handle = index, handle
+        return slot.bucket.memory
 
     def _agree_on_dispatch(
         self, index: int | None, departure: Departure, x: Tensor, handle: Handle | None

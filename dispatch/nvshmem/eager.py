@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from crossdock.dispatch.buckets import next_power_of_two
 from crossdock.dispatch.mover import Agreed
 from crossdock.dispatch.nvshmem.layout import Header, Kind, matrix_words, records_at
 from crossdock.dispatch.slots import SlotPlan
@@ -110,25 +109,33 @@ class Ways:
     """Device memory for the routing of eager steps, used again when a step's handle is gone.
 
     Launches of a transport follow each other whatever streams they are on, so what is given back
-    may be taken at once. Sizes are powers of two; it holds as much as was in use at a time.
+    may be taken at once. Each is for a power of two of tokens; it holds as much as was in use at a
+    time.
 
     Args:
         device: Whose memory.
+        words: That a number of tokens needs.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, words: Callable[[int], int]) -> None:
         self._device = device
-        self._free: dict[int, list[Tensor]] = {}
+        self._words = words
+        self._sizes: dict[int, int] = {}  # by the exponent
+        self._free: dict[int, list[Tensor]] = {}  # by the size
 
-    def take(self, num_words: int) -> Tensor:
-        """Uninitialised, int64 [``num_words`` or more]."""
-        size = next_power_of_two(num_words)
-        free = self._free.get(size)
+    def take(self, num_tokens: int) -> Tensor:
+        """Uninitialised int64, enough for so many tokens."""
+        exponent = (num_tokens - 1).bit_length()
+        size = self._sizes.get(exponent)
+        if size is None:
+            size = self._sizes[exponent] = self._words(1 << exponent)
+            self._free[size] = []
+        free = self._free[size]
         return free.pop() if free else torch.empty(size, dtype=torch.int64, device=self._device)
 
     def give(self, way: Tensor) -> None:
         """Nobody needs it any more."""
-        self._free.setdefault(way.shape[0], []).append(way)
+        self._free[way.shape[0]].append(way)
 
 
 def pinned_words(count: int) -> Tensor:

@@ -22,6 +22,11 @@ PUTS = SOURCES / "puts.cu"  # what calls NVSHMEM, compiled otherwise
 C_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", torch.float32: "float"}
 ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
 
+# The current stream of the device of an index, as the driver knows it; the current one's index.
+# Much cheaper than torch's objects for them. A torch without CUDA has neither.
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
 
 class Shape(NamedTuple):
     """How a kernel that moves rows spreads over a GPU.
@@ -132,7 +137,7 @@ class Launch:
             RuntimeError: The driver refused.
         """
         self._words[:] = words  # type: ignore[call-overload]
-        self._stream.value = torch._C._cuda_getCurrentRawStream(self._index)
+        self._stream.value = raw_stream(self._index)
         status = self._launch(
             self._handle,
             grid,
@@ -148,16 +153,6 @@ class Launch:
         )
         if status:
             raise RuntimeError(f"cuLaunchKernel: CUDA error {status}")
-
-
-def raw_stream(device: torch.device) -> int:
-    """The current stream as the driver knows it; much cheaper than torch's object for it."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def current_device() -> int:
-    """Its index; torch is initialised."""
-    return torch._C._cuda_getDevice()
 
 
 @cache

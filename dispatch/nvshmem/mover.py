@@ -115,7 +115,7 @@ class NvshmemMover(Mover):
         self._code = expert_codes(placement).to(device)
         self._expert_at, self._told_at = experts.to(device), told.to(device)
         self._matrix = Matrix(transport, self.plan)
-        self._ways = Ways(device)
+        self._ways = Ways(device, lambda tokens: self._way_words(tokens, config.top_k))
         self._report = pinned_words(Report.LATE + ranks)
         self._order = transport.watch(self._report)
         self._num_discards = 0
@@ -255,7 +255,7 @@ class NvshmemMover(Mover):
         if captured:
             _, routing = self.route(topk_idx, topk_weights)
             return Departure(routing=routing, load=Load(x, call=BY_ROUTE))
-        way = self._ways.take(self._way_words(*topk_idx.shape))
+        way = self._ways.take(topk_idx.shape[0])
         ids, weights = topk_idx.contiguous(), topk_weights.contiguous()
         ledger = self.transport.ledger
         ledger.sequence += 1

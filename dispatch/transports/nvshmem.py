@@ -294,7 +294,7 @@ class _Order(AbstractContextManager[None]):
         self._switches = current_device() != self._device.index
         if self._switches:
             self._other.__enter__()  # type: ignore[no-untyped-call]
-        raw = raw_stream(self._device)
+        raw = raw_stream(self._device.index)
         if raw != self._raw_stream:
             self._follow(raw)
 
