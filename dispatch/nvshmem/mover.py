@@ -269,6 +269,7 @@ class NvshmemMover(Mover):
             self._matrix.wait(call)
         is_fine, rows, pairs = self._matrix.mine()
         if not is_fine:
+            self._await_rows_that_stay()
             return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
         routing = _DeviceRouting(rows=rows, pairs=pairs, way=way, ways=self._ways)
         agreed = self._matrix.judge(call, slot, bucket.capacity)
@@ -276,12 +277,17 @@ class NvshmemMover(Mover):
             agreed = None
         ledger.begun = agreed is None
         if agreed is None:
+            self._await_rows_that_stay()
             return Departure(routing=routing, load=Load(x))  # records go round once more
         if self._has_distant:
             return Departure(routing=routing, load=Load(x, call=call), agreed=agreed)
         self._count_bytes(routing)
         work = _Arrival(self, bucket, captured=False) if staged else Done()
         return Departure(routing=routing, agreed=agreed, work=work)
+
+    def _await_rows_that_stay(self) -> None:
+        """See the kernel end that was to move rows, before its records are written over."""
+        torch.cuda.current_stream(self.transport.device).synchronize()
 
     def route(self, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Problem | None, Counts | None]:
         """Check and count on the device, and leave it all there."""
