@@ -108,15 +108,38 @@ def check_results(
 
 
 def check_out(
-    out: Tensor, num_tokens: int, config: DispatchConfig, device: torch.device
+    out: Tensor,
+    num_tokens: int,
+    config: DispatchConfig,
+    device: torch.device,
+    results: Tensor | None,
 ) -> Problem | None:
-    """An ``out`` tensor must be [T, H] of the config's dtype on the transport's device."""
+    """An ``out`` tensor must be [T, H] of the config's dtype on the transport's device.
+
+    Nor may it lie where other ranks read ``results`` [C, H], if they do.
+    """
     problem = _check("out", out, num_tokens, config.hidden, (config.dtype,), device)
     if problem is None and any(
         n > 1 and step == 0 for n, step in zip(out.shape, out.stride(), strict=True)
     ):
         return _routing("out is expanded, so its rows share memory: a tensor of its own is wanted")
+    if problem is None and results is not None and _overlap(out, results):
+        return _routing(
+            "out lies in rows.y, where other ranks still read: a tensor of its own is wanted"
+        )
     return problem
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether the stretches of memory from the first element to the last do, of two [n, m]."""
+    begins, ends = [], []
+    for tensor in (first, second):
+        if tensor.numel() == 0:
+            return False
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        begins.append(tensor.data_ptr())
+        ends.append(tensor.data_ptr() + (last + 1) * tensor.itemsize)
+    return max(begins) < min(ends)
 
 
 def _check(

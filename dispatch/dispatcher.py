@@ -189,7 +189,7 @@ class Dispatcher:
             y: [C, H] one result a received row; ``rows.y`` is sent without a copy. bf16, fp16 or
                 fp32, the same on all ranks.
             handle: Of the dispatch. Its slot is free when this returns.
-            out: [T, H] to write to; a fresh tensor otherwise.
+            out: [T, H] to write to, outside of ``rows``; a fresh tensor otherwise.
 
         Returns:
             [T, H] in the config's dtype; 0 for a token without experts (with ``allgather``: where
@@ -331,7 +331,9 @@ class Dispatcher:
             memory = self._slots[handle.slot].bucket.memory
             problem = check_results(y, memory.capacity, self.config, self.transport.device)
         if problem is None and out is not None:
-            problem = check_out(out, handle.num_tokens, self.config, self.transport.device)
+            in_place = self._mover.connects and handle.slot is not None
+            results = memory.y() if in_place else None
+            problem = check_out(out, handle.num_tokens, self.config, self.transport.device, results)
         load = None
         if problem is None and handle.slot is not None:
             with Attempt("memory for the results that come home") as attempt:

@@ -145,6 +145,9 @@ def misuse(transport: Transport, kind: str, rank: int) -> tuple[Attempt, object]
         elif kind == "combine into out of the wrong shape":
             out = torch.empty(1, 1, dtype=y.dtype, device=device) if mine else None
             seen = attempt(lambda: dispatcher.combine(y, handle, out=out))
+        elif kind == "combine into out among the results":
+            out = y[: handle.num_tokens] if mine else None
+            seen = attempt(lambda: dispatcher.combine(y, handle, out=out))
         elif kind == "combine y of another dtype than the peers":
             seen = attempt(lambda: dispatcher.combine(y.float() if mine else y, handle))
         elif kind == "combine y of a dtype that is none":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dispatch.cases import all_steps, simple_case
+from tests.dispatch.in_place import *  # noqa: F403
 from tests.dispatch.test_errors_everywhere import *  # noqa: F403
 from tests.dispatch.test_handles import *  # noqa: F403
 from tests.transports.over import leave_out_what_does_not_use

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.dispatch.in_place import *  # noqa: F403
 from tests.dispatch.test_buckets import *  # noqa: F403
 from tests.dispatch.test_errors_everywhere import *  # noqa: F403
 from tests.dispatch.test_exactness import *  # noqa: F403
