@@ -44,8 +44,8 @@ def judged_by_kernel(folder, matrix: Matrix, records: torch.Tensor, rank: int) -
         shutil.copytree(SOURCES, folder, dirs_exist_ok=True)
         source.write_text(
             '#include "records.cuh"\n'
-            'extern "C" __global__ void host(const Group* group, i64 page, i64 call, i64 slot) {\n'
-            "  give_host(*group, page, call, slot);\n}\n"
+            'extern "C" __global__ void host(const Group* group, i64 page, i64 call) {\n'
+            "  give_host(*group, page, call);\n}\n"
         )
     words = record_words(ranks, NUM_TOLD)
     control = torch.full((control_words(ranks, words, has_distant=False),), -7)
