@@ -560,7 +560,8 @@ class Dispatcher:
                     finish_sum()
             else:
                 out.zero_()
-            slot.handle = None
+            if slot.handle is handle:  # and not a later step's, after unlock()
+                slot.handle = None
             return out
 
         return finish

@@ -2,7 +2,7 @@
 //
 // A record lies in a page of each rank it is for. Pages 0 and 1 take turns by epoch: steps in graphs,
 // whose `route` posts records, and on a handle's way, whose `rows` does. Pages 2 and 3 take turns by
-// call: eager steps on which `route` and the hosts have agreed before.
+// call: eager steps, whose `route` has waited for them.
 #pragma once
 #include "group.cuh"
 
@@ -47,10 +47,11 @@ __device__ void post_record(const Group& group, const i64* mine, i64 epoch, i64 
 }
 
 // Whether all records of a call are there, name the slot that this rank's does, and tell of no trouble.
-// The same on all ranks whose `route` waited for them. Call with all threads.
+// The same on all ranks whose `route` waited for them, and never so after a wait in vain, for what
+// comes too late is read while it is written. Call with all threads.
 __device__ bool agrees(const Group& group, i64 page, i64 call) {
   const i64 slot = __ldcg(record_on(group, group.rank, group.rank, page) + SLOT);
-  bool is_unusual = false;
+  bool is_unusual = *static_cast<volatile i64*>(group.state + BROKEN);
   for (int source = threadIdx.x; source < group.ranks; source += blockDim.x) {
     const i64* record = record_on(group, group.rank, source, page);
     is_unusual |= __ldcg(record + KIND) != FINE || __ldcg(record + CALL) != call ||

@@ -267,17 +267,17 @@ class NvshmemMover(Mover):
                 if not self._has_distant:
                     self._launch_rows(bucket, x, way, call, staged=staged)
             self._matrix.wait(call)
-        is_fine, rows, pairs = self._matrix.mine()
-        if not is_fine:
-            self._await_rows_that_stay()
-            return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
-        routing = _DeviceRouting(rows=rows, pairs=pairs, way=way, ways=self._ways)
-        agreed = self._matrix.judge(call, slot, bucket.capacity)
-        if self._has_distant and agreed and max(self.outbox_rows(agreed.plan)) > bucket.capacity:
-            agreed = None
-        ledger.begun = agreed is None
+            is_fine, rows, pairs = self._matrix.mine()
+            routing = _DeviceRouting(rows=rows, pairs=pairs, way=way, ways=self._ways)
+            agreed = self._matrix.judge(call, slot, bucket.capacity)
+            if self._has_distant and agreed:
+                outbox = max(self.outbox_rows(agreed.plan))
+                agreed = agreed if outbox <= bucket.capacity else None
+            ledger.begun = agreed is None
         if agreed is None:
             self._await_rows_that_stay()
+            if not is_fine:
+                return Departure(find_problem(topk_idx, topk_weights, self._num_experts))
             return Departure(routing=routing, load=Load(x))  # records go round once more
         if self._has_distant:
             return Departure(routing=routing, load=Load(x, call=call), agreed=agreed)
@@ -403,7 +403,7 @@ class NvshmemMover(Mover):
         """Announce results; the wait for everybody's, and the sum, come with the caller's wait."""
         y = load.rows
         assert handle.slot is not None
-        bucket, way = self._in_use[handle.slot], _routing(handle).way
+        bucket, routing = self._in_use[handle.slot], _routing(handle)  # which owns its way
         target = out if _is_aligned(out) else out.new_empty(out.shape)
         if y.shape[1] * y.dtype.itemsize > bucket.layout.y_bytes:
             return lambda: self._combine_in_parts(y, handle, bucket, target, out)
@@ -420,7 +420,7 @@ class NvshmemMover(Mover):
 
         def finish() -> None:
             with self.transport.in_order(captured=captured):
-                self._kernels.combine(bucket.table, way, y.dtype, target, announced=staged)
+                self._kernels.combine(bucket.table, routing.way, y.dtype, target, announced=staged)
                 if target is not out:
                     out.copy_(target)
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,7 +98,7 @@ def test_rows_may_be_a_strided_view():
     experts = make_experts("torch", weights, workspace=poisoned_workspace())
     contiguous = check(weights, message[:20, :40], topk_idx, topk_weights, experts=experts)
     strided = make_rows(message[:20, :40], topk_idx, topk_weights, num_local_experts=3)
-    strided = type(strided)(**{**vars(strided), "x": message[:, :40]})
+    strided = replace(strided, x=message[:, :40])
     assert torch.equal(experts(strided)[:20], contiguous.y[:20])
 
 

@@ -16,8 +16,10 @@ from crossdock.dispatch.nvshmem.layout import (
     MAX_RANKS,
     Header,
     Kind,
+    State,
     control_words,
     record_words,
+    state_words,
 )
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.slots import SlotPlan
@@ -36,7 +38,9 @@ class Place:
     world_size: int
 
 
-def judged_by_kernel(folder, matrix: Matrix, records: torch.Tensor, rank: int) -> None:
+def judged_by_kernel(
+    folder, matrix: Matrix, records: torch.Tensor, rank: int, *, is_broken: bool = False
+) -> None:
     """Let the kernels' own function fill a matrix from records [R, words] as they are posted."""
     ranks = len(records)
     source = folder / "give_host.cu"
@@ -53,6 +57,9 @@ def judged_by_kernel(folder, matrix: Matrix, records: torch.Tensor, rank: int) -
     pages[PAGE, :, : records.shape[1]] = records
     group = torch.zeros(CONTROL_AT + 2 * MAX_RANKS, dtype=torch.int64)
     group[0], group[1], group[7] = rank, ranks, NUM_TOLD
+    state = torch.zeros(state_words(ranks, num_experts=1), dtype=torch.int64)
+    state[State.BROKEN] = is_broken
+    group[10] = state.data_ptr()
     group[14], group[CONTROL_AT + rank] = matrix.words.data_ptr(), control.data_ptr()
     kernel = build(folder, source, "host")
     kernel(1, 64, group.data_ptr(), PAGE, CALL)
@@ -120,6 +127,16 @@ def test_the_kernels_verdict_is_that_of_the_records(monkeypatch, kernels, ranks)
             is_fine = records[rank, Header.KIND] == Kind.FINE
             assert matrix.mine() == (is_fine, counts[rank].tolist(), pairs)
     assert verdicts == {True, False}
+
+
+def test_after_a_wait_in_vain_no_verdict_is_good(monkeypatch, kernels):
+    monkeypatch.setattr(eager, "pinned_words", lambda n: torch.zeros(n, dtype=torch.int64))
+    matrix = Matrix(Place(0, 2), SlotPlan)
+    records = torch.zeros(2, Header.HEADER + 4, dtype=torch.int64)
+    records[:, Header.CALL], records[:, Header.SLOT] = CALL, SLOT
+    for is_broken in (False, True):
+        judged_by_kernel(kernels / "eager", matrix, records, 0, is_broken=is_broken)
+        assert (matrix.judge(CALL, SLOT, 0) is None) == is_broken
 
 
 def test_a_way_is_used_again_when_it_was_given_back():
