@@ -173,8 +173,10 @@ def test_weights_that_come_in_fp8_are_padded_with_their_scales(hidden):
         x, topk_idx, topk_weights, weights, activations="fp8_token"
     )
     assert ((found - out).abs() <= tolerance).all()
-    plain_out, _ = reference_and_tolerance(x, topk_idx, topk_weights, plain)
-    assert (plain_out - out).abs().max() < 0.2  # the quantised weights are near the plain ones
+    for expert in range(3):  # the quantised weights are near the plain ones
+        for near, exact in zip(weights.dense(expert), plain.dense(expert), strict=True):
+            # e4m3's widest step is 32 of 448, its smallest 2**-9; half of it is the rounding.
+            assert ((near - exact).abs() <= exact.abs().amax(1, keepdim=True) * 16.1 / 448).all()
 
 
 def test_fp8_blocks_that_gate_and_up_would_share_are_refused():
