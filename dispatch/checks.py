@@ -21,7 +21,7 @@ __all__ = [
     "check_hidden_states",
     "check_out",
     "check_results",
-    "check_routing",
+    "check_tokens",
     "find_handle_problem",
     "find_misfit",
     "find_shortage",
@@ -33,6 +33,9 @@ _NO_GRAD = (
     "requires grad, but dispatch and combine have no backward yet: call them under "
     "torch.no_grad() or on .detach()ed tensors"
 )
+
+
+_ID_DTYPES, _WEIGHT_DTYPES = (torch.int64, torch.int32), (torch.float32,)
 
 
 class Attempt:
@@ -81,23 +84,27 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def check_hidden_states(
-    x: Tensor, config: DispatchConfig, device: torch.device, num_tokens: int | None = None
+    x: Tensor, config: DispatchConfig, device: torch.device, num_tokens: int
 ) -> Problem | None:
     """Hidden states [T, H] of the config's dtype on the transport's device, without grad."""
     return _check("x", x, num_tokens, config.hidden, (config.dtype,), device)
 
 
-def check_routing(
+def check_tokens(
+    x: Tensor,
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
-    num_tokens: int,
     config: DispatchConfig,
     device: torch.device,
 ) -> Problem | None:
-    """Ids int32 or int64 [T, K] and weights fp32 [T, K], with T that of x."""
-    return _check(
-        "topk_idx", topk_idx, num_tokens, config.top_k, (torch.int64, torch.int32), device
-    ) or _check("topk_weights", topk_weights, num_tokens, config.top_k, (torch.float32,), device)
+    """Hidden states, with ids int32 or int64 [T, K] and weights fp32 [T, K] of as many tokens."""
+    problem = _check("x", x, None, config.hidden, (config.dtype,), device)
+    if problem is not None:
+        return problem
+    rows, columns = x.shape[0], config.top_k
+    return _check("topk_idx", topk_idx, rows, columns, _ID_DTYPES, device) or _check(
+        "topk_weights", topk_weights, rows, columns, _WEIGHT_DTYPES, device
+    )
 
 
 def check_results(

@@ -35,7 +35,7 @@ from crossdock.dispatch.checks import (
     check_hidden_states,
     check_out,
     check_results,
-    check_routing,
+    check_tokens,
     find_handle_problem,
     find_misfit,
     find_shortage,
@@ -474,8 +474,7 @@ class Dispatcher:
         """Check, route and pack: all that can fail on this rank alone."""
         config, device = self.config, self.transport.device
         if handle is None:
-            problem = check_hidden_states(x, config, device)
-            problem = problem or check_routing(topk_idx, topk_weights, x.shape[0], config, device)
+            problem = check_tokens(x, topk_idx, topk_weights, config, device)
         elif topk_idx is not None or topk_weights is not None:
             problem = Problem(
                 ProblemKind.ROUTING, "dispatch: a handle, or ids and weights, not both"
@@ -524,7 +523,7 @@ class Dispatcher:
 
     def _capture(self, index: int | None, departure: Departure, handle: Handle | None) -> Handle:
         """Record a dispatch in a graph: nothing is asked of the host, so nothing can grow."""
-        problem, routing, load = departure[:3]
+        problem, routing, load = departure.problem, departure.routing, departure.load
         if problem is not None:
             raise problem.error(self.transport.rank)
         if not self._locked and self.config.bucket == "grow":

@@ -86,7 +86,12 @@ class ExpertMover(NvshmemMover):
 
     def _load_kernels(self, config: DispatchConfig) -> Kernels:
         return PairKernels(
-            self.wire, self.transport.device, config.num_sms, self._group, self._alignment
+            self.wire,
+            self.transport.device,
+            config.num_sms,
+            self._group,
+            poison=config.debug,
+            alignment=self._alignment,
         )
 
     def _told(self, experts: Tensor) -> Tensor:

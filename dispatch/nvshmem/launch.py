@@ -187,18 +187,28 @@ class Kernels:
         device: Whose kernels.
         num_sms: Streaming multiprocessors that rows may occupy; None for all.
         group: int64, the kernels' ``Group``.
+        everywhere: Every rank gets a row of every token.
+        poison: Unused memory of a bucket becomes NaN.
     """
 
     # Names and parameters of the kernels, which are others in another layout.
     _route_kernel, _route_words, _route_threads = "route", 9, CHUNK
     _rows_kernel, _rows_words = "rows", 9
-    _rows_options: tuple[int, ...] = ()
     _combine_kernel = "combine"
 
     def __init__(
-        self, wire: WireFormat, device: torch.device, num_sms: int | None, group: Tensor
+        self,
+        wire: WireFormat,
+        device: torch.device,
+        num_sms: int | None,
+        group: Tensor,
+        *,
+        everywhere: bool,
+        poison: bool,
     ) -> None:
         self._device = device
+        self._route_options: tuple[int, ...] = (everywhere,)
+        self._rows_options: tuple[int, ...] = (poison,)
         self._group_tensor = group  # kept alive
         self._group = group.data_ptr()
         model = C_TYPES[wire.dtype]
@@ -234,9 +244,7 @@ class Kernels:
         ids: Tensor,
         weights: Tensor,
         way: Tensor,
-        *,
-        everywhere: bool,
-        call: int = 0,
+        call: int,
         slot: int = 0,
         pair_limit: int = -1,
     ) -> None:
@@ -250,7 +258,7 @@ class Kernels:
             weights.data_ptr(),
             way.data_ptr(),
             tokens,
-            *self._route_options(everywhere=everywhere),
+            *self._route_options,
             call,
             slot,
             pair_limit,
@@ -261,11 +269,9 @@ class Kernels:
         slot: Tensor,
         x: Tensor,
         way: Tensor,
+        call: int,
         pair_limit: int,
-        *,
-        poison: bool,
         staged: bool,
-        call: int = 0,
     ) -> None:
         """Write rows to their places, and unless staged wait for everybody's.
 
@@ -282,7 +288,6 @@ class Kernels:
             call,
             pair_limit,
             *self._rows_options,
-            poison,
             staged,
         )
 
@@ -318,9 +323,6 @@ class Kernels:
             announced,
         )
 
-    def _route_options(self, *, everywhere: bool) -> tuple[int, ...]:
-        return (everywhere,)
-
     def _load(
         self,
         name: str,
@@ -348,6 +350,7 @@ class PairKernels(Kernels):
         device: Likewise.
         num_sms: Likewise.
         group: Likewise.
+        poison: Likewise.
         alignment: Rows of which each expert's first is a multiple.
     """
 
@@ -361,14 +364,12 @@ class PairKernels(Kernels):
         device: torch.device,
         num_sms: int | None,
         group: Tensor,
+        *,
+        poison: bool,
         alignment: int,
     ) -> None:
-        super().__init__(wire, device, num_sms, group)
-        self._rows_options = (alignment,)
-
-    def _route_options(self, *, everywhere: bool) -> tuple[int, ...]:
-        assert not everywhere
-        return ()
+        super().__init__(wire, device, num_sms, group, everywhere=False, poison=poison)
+        self._route_options, self._rows_options = (), (alignment, poison)
 
 
 def _blocks(shape: Shape, present: int, num_sms: int | None) -> int:

@@ -15,6 +15,7 @@ __all__ = [
     "BY_ROUTE",
     "CHUNK",
     "CONTROL_AT",
+    "HERE",
     "MAX_RANKS",
     "WARP",
     "BucketLayout",
@@ -38,7 +39,8 @@ __all__ = [
 
 CHUNK = 128
 WARP = 32
-BY_ROUTE = -1  # instead of a call's number: `route` has posted the record of a step in a graph
+# Instead of a call's number: `rows` is to post the record of a step, or `route` has, in a graph.
+HERE, BY_ROUTE = 0, -1
 MAX_RANKS = 64
 CONTROL_AT = 17  # word of a ``Group`` at which addresses begin
 _CODE_BITS = 24

@@ -96,8 +96,6 @@ class NvshmemMover(Mover):
         super().__init__(algorithm, wire, num_slots)
         self.transport = transport
         self._num_experts = config.num_experts
-        self._debug = config.debug
-        self._everywhere = isinstance(algorithm, AllGather)
         placement, device, ranks = algorithm.placement, transport.device, transport.world_size
         self._num_local = placement.num_local_experts(transport.rank)
         experts = experts_by_rank(placement)
@@ -134,11 +132,16 @@ class NvshmemMover(Mover):
     # ---- what another layout does otherwise ----------------------------------------------------
 
     def _load_kernels(self, config: DispatchConfig) -> Kernels:
-        device, ranks = self.transport.device, self.transport.world_size
+        shared = (self.wire, self.transport.device, config.num_sms, self._group)
+        everywhere, poison = isinstance(self.algorithm, AllGather), config.debug
         if not self._has_distant:
-            return Kernels(self.wire, device, config.num_sms, self._group)
+            return Kernels(*shared, everywhere=everywhere, poison=poison)
         return PuttingKernels(
-            self.wire, device, config.num_sms, self._group, ranks, self.transport.runtime
+            *shared,
+            everywhere=everywhere,
+            poison=poison,
+            num_ranks=self.transport.world_size,
+            runtime=self.transport.runtime,
         )
 
     def _told(self, experts: Tensor) -> Tensor:
@@ -263,9 +266,10 @@ class NvshmemMover(Mover):
         call, bucket = ledger.sequence, self._in_use[slot]
         with self.transport.moving():
             with self.transport.in_order():
-                self._launch_route(ids, weights, way, call, slot)
+                kernels, limit = self._kernels, self.pair_limit
+                kernels.route(ids, weights, way, call, slot, limit)
                 if not self._has_distant:
-                    self._launch_rows(bucket, x, way, call, staged=staged)
+                    kernels.rows(bucket.table, x, way, call, limit, staged)
             self._matrix.wait(call)
             is_fine, rows, pairs = self._matrix.mine()
             routing = _DeviceRouting(rows=rows, pairs=pairs, way=way, ways=self._ways)
@@ -294,35 +298,9 @@ class NvshmemMover(Mover):
         way = self._new_way(topk_idx)
         ids, weights = topk_idx.contiguous(), topk_weights.contiguous()
         with self.transport.in_order(captured=True):
-            self._launch_route(ids, weights, way, BY_ROUTE, 0)
+            self._kernels.route(ids, weights, way, BY_ROUTE, pair_limit=self.pair_limit)
         unknown = [-1] * self.transport.world_size
         return None, _DeviceRouting(rows=unknown, pairs=unknown, way=way)
-
-    def _launch_route(
-        self, ids: Tensor, weights: Tensor, way: Tensor, call: int, slot: int
-    ) -> None:
-        self._kernels.route(
-            ids,
-            weights,
-            way,
-            everywhere=self._everywhere,
-            call=call,
-            slot=slot,
-            pair_limit=self.pair_limit,
-        )
-
-    def _launch_rows(
-        self, bucket: SymmetricBucket, x: Tensor, way: Tensor, call: int, *, staged: bool
-    ) -> None:
-        self._kernels.rows(
-            bucket.table,
-            x,
-            way,
-            self.pair_limit,
-            poison=self._debug,
-            staged=staged,
-            call=call,
-        )
 
     def _count_bytes(self, routing: Counts) -> None:
         bytes_to, row_bytes = self.transport.bytes_to, self.wire.row_bytes
@@ -358,7 +336,8 @@ class NvshmemMover(Mover):
         else:
             self._count_bytes(routing)
         with self.transport.in_order(captured=handle.captured):
-            self._launch_rows(bucket, load.rows, routing.way, load.call, staged=staged)
+            way, limit = routing.way, self.pair_limit
+            self._kernels.rows(bucket.table, load.rows, way, load.call, limit, staged)
         return _Arrival(self, bucket, captured=handle.captured) if staged else Done()
 
     def await_rows(self, bucket: SymmetricBucket, *, captured: bool) -> None:

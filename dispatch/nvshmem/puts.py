@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from crossdock.dispatch.nvshmem.launch import PUTS, Kernels, Launch
-from crossdock.dispatch.nvshmem.layout import BY_ROUTE
+from crossdock.dispatch.nvshmem.layout import BY_ROUTE, HERE
 from crossdock.dispatch.nvshmem.runtime import Runtime
 from crossdock.dispatch.wire import WireFormat, num_blocks
 
@@ -33,6 +33,8 @@ class PuttingKernels(Kernels):
         device: Likewise.
         num_sms: Likewise.
         group: Likewise.
+        everywhere: Likewise.
+        poison: Likewise.
         num_ranks: R.
         runtime: Loads kernels that call NVSHMEM.
     """
@@ -43,10 +45,13 @@ class PuttingKernels(Kernels):
         device: torch.device,
         num_sms: int | None,
         group: Tensor,
+        *,
+        everywhere: bool,
+        poison: bool,
         num_ranks: int,
         runtime: Runtime,
     ) -> None:
-        super().__init__(wire, device, num_sms, group)
+        super().__init__(wire, device, num_sms, group, everywhere=everywhere, poison=poison)
         self._payload_bytes = wire.hidden * wire.payload_dtype.itemsize
         self._scale_bytes = 4 * num_blocks(wire.hidden) if wire.fp8 else 0
         self._put_blocks = min(num_ranks, num_sms or num_ranks)
@@ -63,14 +68,12 @@ class PuttingKernels(Kernels):
         ids: Tensor,
         weights: Tensor,
         way: Tensor,
-        *,
-        everywhere: bool,
-        call: int = 0,
+        call: int,
         slot: int = 0,
         pair_limit: int = -1,
     ) -> None:
         """Route, then agree; see the base class."""
-        super().route(ids, weights, way, everywhere=everywhere)
+        super().route(ids, weights, way, HERE)
         if call > 0:
             self._consult(
                 1,
@@ -88,17 +91,15 @@ class PuttingKernels(Kernels):
         slot: Tensor,
         x: Tensor,
         way: Tensor,
+        call: int,
         pair_limit: int,
-        *,
-        poison: bool,
         staged: bool,
-        call: int = 0,
     ) -> None:
         """Write rows, then put what is for distant ranks; see the base class."""
         if call <= 0:
             self._record(1, RECORD_THREADS, self._group, way.data_ptr(), x.shape[0], pair_limit)
             call = BY_ROUTE
-        super().rows(slot, x, way, pair_limit, poison=poison, staged=staged, call=call)
+        super().rows(slot, x, way, call, pair_limit, staged)
         self._put(
             self._put_blocks,
             PUT_THREADS,

@@ -61,9 +61,10 @@ DEFINITIONS = {
     "route, rows, arrive": "the dispatch's kernels, launched eagerly, between events: checks, "
     "routing and this rank's record; everybody's record and rows; arrival",
     "eager": "host time of a dispatch of 128 tokens: the call; of it the poll for the records that "
-    "a kernel writes; the rest (host). No records travel between hosts. Beside it a combine, and "
-    "of it the exchange of records between hosts. Of the slowest rank of each round, as everywhere "
-    "here; and each rank's own median, for the hosts' own time is no common one",
+    "a kernel writes; the rest (host); in rounds of their own, launches of its two kernels. No "
+    "records travel between hosts. Beside it a combine, and of it the exchange of records. Of the "
+    "slowest rank of each round, as everywhere here; and each rank's own median, for the hosts' "
+    "own time is no common one",
 }
 
 
@@ -281,11 +282,9 @@ def _measure_parts(
         way = mover._new_way(inputs.topk_idx)
         transport.exchange(torch.zeros(1, dtype=torch.int64))
         events[0].record()
-        mover._kernels.route(
-            inputs.topk_idx, inputs.topk_weights, way, everywhere=False, call=BY_ROUTE
-        )
+        mover._kernels.route(inputs.topk_idx, inputs.topk_weights, way, BY_ROUTE)
         events[1].record()
-        mover._kernels.rows(slot, inputs.x, way, -1, poison=False, staged=True, call=BY_ROUTE)
+        mover._kernels.rows(slot, inputs.x, way, BY_ROUTE, -1, True)
         events[2].record()
         mover._kernels.arrive(slot)
         events[3].record()
@@ -306,46 +305,68 @@ def _measure_eager(transport: Transport) -> dict[str, dict[str, dict[str, Any]]]
     """
     inputs = uniform_inputs(transport, 128, NUM_EXPERTS)
     config = DispatchConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN)
-    names = ["call", "of it waiting for the device", "host", "of it launching kernels"]
-    names += ["combine", "of it exchanging records"]
     result = {}
     with Dispatcher(config, transport) as dispatcher:
         mover = dispatcher._mover
         assert isinstance(mover, NvshmemMover)
         device, hosts = _Timed(mover._matrix.wait), _Timed(transport._exchange)
-        route, rows_kernel = _Timed(mover._kernels.route), _Timed(mover._kernels.rows)
+        route, rows = _Timed(mover._kernels.route), _Timed(mover._kernels.rows)
         mover._matrix.wait = device  # type: ignore[method-assign]
         transport._exchange = hosts  # type: ignore[method-assign]
-        mover._kernels.route = route  # type: ignore[method-assign]
-        mover._kernels.rows = rows_kernel  # type: ignore[method-assign]
-        for when, is_idle in (("one after the other", False), ("on an idle device", True)):
-            samples = torch.zeros(len(names), EAGER_ROUNDS, dtype=torch.int64)
-            for round_ in range(-WARM_UP, EAGER_ROUNDS):
-                if is_idle:
-                    torch.cuda.synchronize()
-                    transport.exchange(torch.zeros(1, dtype=torch.int64))
-                device.spent = hosts.spent = route.spent = rows_kernel.spent = 0
-                began = time.perf_counter_ns()
-                rows, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
-                dispatched = time.perf_counter_ns()
-                assert round_ < 0 or hosts.spent == 0, "hosts exchanged records"
-                y = rows.y
-                combining = time.perf_counter_ns()
-                dispatcher.combine(y, handle)
-                took = time.perf_counter_ns() - combining
-                if round_ >= 0:
-                    call, launching = dispatched - began, route.spent + rows_kernel.spent
-                    times = [call, device.spent, call - device.spent, launching, took, hosts.spent]
-                    samples[:, round_] = torch.tensor(times)
-            medians, tails = slowest_rank(transport, names, samples)
-            own = transport.exchange(samples.median(1).values).double() / 1e3
-            result[when] = {
-                "us": medians,
-                "us, 95th percentile": tails,
-                "us, each rank's median": dict(zip(names, own.t().tolist(), strict=True)),
+
+        def step() -> dict[str, int]:
+            device.spent = hosts.spent = route.spent = rows.spent = 0
+            began = time.perf_counter_ns()
+            received, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+            call = time.perf_counter_ns() - began
+            assert hosts.spent == 0, "hosts exchanged records"
+            y = received.y
+            began = time.perf_counter_ns()
+            dispatcher.combine(y, handle)
+            times = {
+                "call": call,
+                "of it waiting for the device": device.spent,
+                "host": call - device.spent,
+                "combine": time.perf_counter_ns() - began,
+                "of it exchanging records": hosts.spent,
             }
+            return times | {"launches": route.spent + rows.spent} if route.spent else times
+
+        def pause() -> None:
+            torch.cuda.synchronize()
+            transport.exchange(torch.zeros(1, dtype=torch.int64))
+
+        for _ in range(WARM_UP):
+            received, handle = dispatcher.dispatch(inputs.x, inputs.topk_idx, inputs.topk_weights)
+            dispatcher.combine(received.y, handle)
+        result["one after the other"] = _time_steps(transport, step)
+        result["on an idle device"] = _time_steps(transport, step, pause)
+        mover._kernels.route = route  # type: ignore[method-assign]
+        mover._kernels.rows = rows  # type: ignore[method-assign]
+        result["one after the other, launches timed as well"] = _time_steps(transport, step)
         del transport._exchange
     return result
+
+
+def _time_steps(
+    transport: Transport,
+    step: Callable[[], dict[str, int]],
+    begin: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Nanoseconds of parts of many steps; in us, of all ranks."""
+    steps = []
+    for _ in range(EAGER_ROUNDS):
+        begin()
+        steps.append(step())
+    names = list(steps[0])
+    samples = torch.tensor([[times[name] for times in steps] for name in names])
+    medians, tails = slowest_rank(transport, names, samples)
+    own = transport.exchange(samples.median(1).values).double() / 1e3
+    return {
+        "us": medians,
+        "us, 95th percentile": tails,
+        "us, each rank's median": dict(zip(names, own.t().tolist(), strict=True)),
+    }
 
 
 class _Timed:

@@ -24,6 +24,7 @@ from crossdock.dispatch.nvshmem.layout import (
 from crossdock.dispatch.nvshmem.mover import NvshmemMover
 from crossdock.dispatch.slots import SlotPlan
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
+from crossdock.launch.bench import onesided
 from tests.dispatch.cases import send, simple_case
 from tests.nvshmem.emulation import CPU, build
 
@@ -175,6 +176,19 @@ def steps_keep_their_ways_and_counts(transport: NvshmemTransport) -> None:
         rows, handle = send(dispatcher, case.batch(1, rank), CPU)
         assert handle.routing.way.data_ptr() in ways
         dispatcher.combine(rows.y.zero_(), handle)
+
+
+def test_the_benchmark_of_eager_steps_runs(monkeypatch, emulated):
+    monkeypatch.setattr(onesided, "HIDDEN", 64)
+    monkeypatch.setattr("crossdock.launch.bench.inputs.HIDDEN", 64)
+    monkeypatch.setattr(onesided, "EAGER_ROUNDS", 3)
+    measured, _ = emulated(2, onesided._measure_eager)
+    plain, idle, launches = measured.values()
+    assert plain.keys() == idle.keys() == launches.keys()
+    assert plain["us"]["call"] > plain["us"]["host"] > 0
+    assert len(plain["us, each rank's median"]["host"]) == 2
+    assert "launches" not in plain["us"]
+    assert launches["us"]["launches"] > 0
 
 
 def test_steps_keep_their_ways_and_counts(emulated):
