@@ -83,9 +83,9 @@ def test_a_rank_that_never_answers_is_named_and_the_transport_stays_broken():
         assert first.seconds < 1.3
         assert isinstance(again.error, errors.RankTimeout)
         assert str(again.error) == str(first.error)
-        assert again.seconds < 0.2
+        assert again.seconds < 0.4
         assert close.error is None
-        assert close.seconds < 0.2
+        assert close.seconds < 0.4
 
 
 def test_runs_do_not_share_anything():

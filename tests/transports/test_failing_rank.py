@@ -87,7 +87,7 @@ def check(by_rank: list[list[Attempt]]) -> None:
             check_told(step)
         for later in (again, anew):
             check_told(later)
-        assert anew.seconds < 0.1
+        assert anew.seconds < 1  # of a timeout of 30
         assert sum(call.seconds for call in (step, again, anew, left)) < SOON_S
 
 
