@@ -146,7 +146,7 @@ def read_yaml(path: Path) -> YamlDocument:
         raise ConfigError(f"{path}: nested too deeply to be a configuration") from None
     except ConfigError:
         raise
-    except _NOT_YAML as error:  # a date of month 13, say
+    except _NOT_YAML as error:
         raise ConfigError(f"{path}: not usable YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode) or not isinstance(data, dict):
         raise ConfigError(f"{path}:1: a mapping of keys is wanted, as in configs/laptop.yaml")
@@ -198,7 +198,7 @@ def _refuse_unsupported(root: yaml.Node) -> None:
     # Aliases make one node stand in two places (or in itself), and lines ambiguous. The rest is
     # what no configuration has, and what messages could not repeat.
     seen: set[int] = set()
-    waiting = [root]
+    waiting, scalars = [root], yaml.SafeLoader("")
     while waiting:
         node = waiting.pop()
         line = node.start_mark.line + 1
@@ -208,6 +208,12 @@ def _refuse_unsupported(root: yaml.Node) -> None:
                 raise _UnsupportedError(line, f"characters that cannot be shown, in {text}")
             if node.tag == _TAG + "int" and len(node.value) > _MOST_DIGITS:
                 raise _UnsupportedError(line, f"a number of {len(node.value)} digits")
+            try:
+                scalars.construct_object(node)
+            except yaml.YAMLError:
+                raise  # which has a line
+            except _NOT_YAML as error:  # a date of month 13, say
+                raise _UnsupportedError(line, f"{shorten(node.value)}: {error}") from None
             continue
         if id(node) in seen:
             raise _UnsupportedError(line, "anchors and aliases are not supported; write it out")
