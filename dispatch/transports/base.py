@@ -184,6 +184,10 @@ class Transport(ABC):
         self.ledger.broken = error
         return error
 
+    def heard(self) -> dict[int, str] | None:
+        """Ranks that failed or are lost, as another rank has said; looks, and never waits."""
+        return None
+
     def moving(self) -> AbstractContextManager[None]:
         """What this rank does while others count on its rows: if it fails, they hear of it at once.
 

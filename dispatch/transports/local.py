@@ -110,6 +110,12 @@ class LocalTransport(Transport):
         """Leave, and say why."""
         self._meeting.leave(self.rank, said)
 
+    def heard(self) -> dict[int, str] | None:
+        """The first that said that it failed."""
+        with self._meeting.condition:
+            left = self._meeting.left.items()
+            return next(({rank: how} for rank, how in left if how.startswith(FAILED)), None)
+
     def close(self) -> None:
         """Leave; a rank that still waits for this one learns it at once."""
         self._meeting.leave(self.rank, "closed its transport")

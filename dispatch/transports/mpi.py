@@ -169,6 +169,10 @@ class MpiTransport(Transport):
         self._watch.condemn({self.rank: said})
         self._notices.flush(_FLUSH_S)
 
+    def heard(self) -> dict[int, str] | None:
+        """What another rank sent."""
+        return self._watch.verdict() if self._watch is not None else None
+
     def declare_lost(self, during: str) -> CrossdockError:
         """Say who is missing, after a wait over other communicators of these ranks was in vain.
 

@@ -133,13 +133,16 @@ class NvshmemTransport(Transport):
                 raise self._lost(late, "a kernel")
 
     def look_for_dead(self, during: str) -> None:
-        """Raise if a rank's process, or this rank's GPU, has ended: a kernel would wait in vain.
+        """Raise if a rank, its process or this rank's GPU has failed: a kernel would wait in vain.
 
         Raises:
-            RankTimeout: Names the ranks.
+            PeerFailed: A rank has said that it failed.
+            RankTimeout: Names the ranks whose processes are dead.
             RuntimeError: What an earlier kernel of this process did wrong, as CUDA says it.
         """
         torch.cuda.current_stream(self.device).query()
+        if self._host.heard():
+            raise self._lost([], during)
         dead = [
             rank
             for rank, process in enumerate(self._processes)
@@ -149,8 +152,8 @@ class NvshmemTransport(Transport):
             raise self._lost(dead, during)
 
     def _lost(self, ranks: list[int], during: str) -> CrossdockError:
-        states = {rank: self._processes[rank].trouble() or "did not arrive" for rank in ranks}
-        return self.break_with(states, during)
+        found = {rank: self._processes[rank].trouble() or "did not arrive" for rank in ranks}
+        return self.break_with(self._host.heard() or found, during)
 
     def tell_failure(self, said: str) -> None:
         """Between hosts, where all ranks look."""

@@ -146,6 +146,10 @@ class ProcessGroupTransport(Transport):
             del self._rows
         del self._host
 
+    def heard(self) -> dict[int, str] | None:
+        """What another rank wrote down."""
+        return self._watch.verdict()
+
     def declare_lost(self, during: str) -> CrossdockError:
         """Say who is missing, after a wait over other groups of these ranks was in vain.
 

@@ -77,6 +77,10 @@ class ShmTransport(OneSidedTransport):
         """Write it down, and wake all that wait for this rank."""
         self._signals.condemn_self(said)
 
+    def heard(self) -> dict[int, str] | None:
+        """What another rank wrote down."""
+        return self._signals.verdict()
+
     def close(self) -> None:
         """Leave; a rank that still waits for this one learns it at once."""
         self._signals.leave()

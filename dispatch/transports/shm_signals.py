@@ -77,6 +77,15 @@ class FutexSignals:
         self._condemn({rank: State.FAILED})
         self._wake_all()
 
+    def verdict(self) -> dict[int, str] | None:
+        """Who is missing, or failed, if any rank, this one included, has found out."""
+        for judge in range(self._transport.world_size):
+            verdict = self._table.verdict_at(judge)
+            if self._words[verdict.start]:
+                states = self._words[verdict].tolist()[1:]
+                return {rank: self._describe(rank, s) for rank, s in enumerate(states) if s}
+        return None
+
     def _wake_all(self) -> None:
         for counter in Counter:
             futex_wake(self._address(self._table.counter_at(counter, self._transport.rank)))
@@ -114,15 +123,9 @@ class FutexSignals:
         self._set(verdict.start, 1)
 
     def _heed_verdicts(self, during: str) -> None:
-        """Raise what any rank, this one included, has found out."""
-        for judge in range(self._transport.world_size):
-            verdict = self._table.verdict_at(judge)
-            if self._words[verdict.start]:
-                states = self._words[verdict].tolist()[1:]
-                missing = {
-                    rank: self._describe(rank, state) for rank, state in enumerate(states) if state
-                }
-                raise self._transport.break_with(missing, during)
+        missing = self.verdict()
+        if missing is not None:
+            raise self._transport.break_with(missing, during)
 
     def _state_of(self, rank: int, late: bool) -> State:
         """Why a rank is missing; PRESENT if it may still come."""

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from crossdock.dispatch import Dispatcher, connect, errors, run_local
 from crossdock.dispatch.onesided import mover as onesided
@@ -145,12 +146,44 @@ def test_a_way_that_only_one_node_knows_to_be_shut(pools):
         assert seen.seconds < SOON_S
 
 
-def fail_by_mpi(seat: Seat, link: Connection, half: str) -> None:
-    link.send(fail_while_moving(connect("mpi"), THREE, half))
+def listen(transport: Transport) -> dict[int, str] | None:
+    """What the others hear of the victim while they wait for something that is no exchange."""
+    assert transport.heard() is None
+    # Who is slow may hear of it in here already.
+    attempt(lambda: transport.exchange(torch.zeros(1, dtype=torch.int64)))
+    if transport.rank == VICTIM:
+        attempt(lambda: break_in_a_move(transport))
+        return None
+    began = time.monotonic()
+    while transport.heard() is None and time.monotonic() - began < SOON_S:
+        time.sleep(0.05)
+    heard = transport.heard()
+    transport.break_with(heard or {}, "the test")
+    return heard
+
+
+def break_in_a_move(transport: Transport) -> None:
+    with transport.moving():
+        raise Broken("boom")
+
+
+def check_heard(by_rank: list[dict[int, str] | None]) -> None:
+    del by_rank[VICTIM]
+    assert by_rank == [{VICTIM: "failed: Broken: boom"}] * len(by_rank)
+
+
+@pytest.mark.parametrize("kind", ["local", "gloo", "shm"])
+def test_who_does_not_exchange_hears_of_a_failure_if_it_asks(pools, kind):
+    check_heard((Over if kind == "shm" else Ranks)(kind, pools)(3, listen))
+
+
+def fail_by_mpi(seat: Seat, link: Connection, half: str | None) -> None:
+    transport = connect("mpi")
+    link.send(listen(transport) if half is None else fail_while_moving(transport, THREE, half))
     link.recv()
 
 
-@HALVES
+@pytest.mark.parametrize("half", ["before dispatch", "dispatch", "combine", None])
 def test_mpi(mpirun, half):
     job = MpiJob(3, fail_by_mpi, half)
     try:
@@ -158,7 +191,7 @@ def test_mpi(mpirun, half):
         for link in job.links:
             assert link.poll(20), job.output.read_text()
             by_rank.append(link.recv())
-        check(by_rank)
+        check_heard(by_rank) if half is None else check(by_rank)
         for link in job.links:
             link.send("leave")
         assert job.process.wait(20) != 0
