@@ -116,6 +116,7 @@ class Dispatcher:
         transport.set_timeout(config.timeout_s)
         problem = find_misfit(config, self.topology, self.placement, transport, num_slots)
         self._slots: list[_Slot] = []
+        self._staged: dict[str, None] = {}  # calls that nobody has waited for, in order
         if problem is None:
             fixed = None if config.bucket == "grow" else config.bucket
             with Attempt(f"{num_slots} receive bucket(s) of {fixed} rows") as attempt:
@@ -212,10 +213,13 @@ class Dispatcher:
     ) -> Pending[tuple[ReceivedRows, Handle]]:
         """Begin a dispatch: everything but waiting for the rows. See :meth:`dispatch`."""
         work, memory, agreed = self._depart(x, topk_idx, topk_weights, handle, staged=True)
+        call = f"dispatch_send of step {agreed.step}"
+        self._staged[call] = None
 
         def finish() -> tuple[ReceivedRows, Handle]:
             with self.transport.moving():
                 work.wait()
+            self._staged.pop(call, None)
             return self._mover.receive(memory, agreed, debug=self.config.debug), agreed
 
         return Pending(finish)
@@ -224,7 +228,16 @@ class Dispatcher:
         self, y: Tensor, handle: Handle, *, out: Tensor | None = None
     ) -> Pending[Tensor]:
         """Begin a combine: everything but waiting and summing. See :meth:`combine`."""
-        return self._combine(y, handle, out, staged=True)
+        pending = self._combine(y, handle, out, staged=True)
+        call = f"combine_send of step {handle.step}"
+        self._staged[call] = None
+
+        def finish() -> Tensor:
+            result = pending.wait()
+            self._staged.pop(call, None)
+            return result
+
+        return Pending(finish)
 
     def _depart(
         self,
@@ -260,8 +273,9 @@ class Dispatcher:
             assert handle is not None
             memory = self._fill(index, handle)
             work: Work = Done()
-            # All ranks know the total, so a step that moves nothing needs no exchange of rows.
-            if handle.plan.total:
+            # All ranks know the total, so a step that moves nothing needs no exchange of rows. But
+            # kernels of other ranks may still read the results of this slot's step before.
+            if handle.plan.total or self._mover.symmetric:
                 work = self._mover.send(departure.load, handle, memory, staged=staged)
             if not staged:
                 work.wait()
@@ -396,9 +410,18 @@ class Dispatcher:
         self._mover.pair_limit = self._pair_limit
 
     def unlock(self) -> None:
-        """Allow growth again. Collective; makes every handle stale."""
+        """Allow growth again. Collective; makes every handle stale.
+
+        Raises:
+            HandleError: A staged call has not been waited for on some rank.
+        """
         self._require_open()
-        self._agree(Operation.UNLOCK)
+        problem = None
+        for call in self._staged:
+            text = f"unlock: {call} is on its way; wait() for it first"
+            problem = Problem(ProblemKind.HANDLE, text)
+            break
+        self._agree(Operation.UNLOCK, problem)
         self._locked = False
         self._pair_limit = self._mover.pair_limit = -1
         self._era += 1

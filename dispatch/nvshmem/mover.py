@@ -348,10 +348,6 @@ class NvshmemMover(Mover):
     def receive(self, memory: BucketMemory, handle: Handle, *, debug: bool) -> ReceivedRows:
         """Everything lies where it is read; under capture only the device knows how many rows."""
         bucket = _bucket(memory)
-        if handle.plan.total == 0:  # perhaps no kernel ran
-            bucket.topk_idx.fill_(-1)
-            bucket.rows_per_expert.zero_()
-            bucket.offsets.zero_()
         if debug:
             bucket.poison_results()
         rank, captured = self.transport.rank, handle.captured

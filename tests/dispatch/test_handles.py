@@ -247,6 +247,46 @@ def test_a_step_in_flight_is_finished_or_refused_but_never_lost(ranks, operation
         check_same_error([combined for _, combined, _ in results], errors.RoutingError)
 
 
+def unlocked_while_rank_1_has_not_waited(
+    transport: Transport, half: str
+) -> tuple[Attempt, object, object]:
+    """The step that was on its way, and one after the unlock."""
+    device = transport.device
+    with CASE.dispatcher(transport) as dispatcher:
+        batch = CASE.batch(1, transport.rank)
+        pending = dispatcher.dispatch_send(*batch.to(device))
+        if half == "combine":
+            rows, handle = pending.wait()
+            seen = copy_rows(rows)
+            fill_results(CASE, 1, transport.rank, rows)
+            pending = dispatcher.combine_send(rows.y, handle)
+        if transport.rank != 1:
+            result = pending.wait()
+        refused = attempt(dispatcher.unlock)
+        if transport.rank == 1:
+            result = pending.wait()
+        if half == "dispatch":
+            rows, handle = result
+            seen = copy_rows(rows)
+            fill_results(CASE, 1, transport.rank, rows)
+            result = dispatcher.combine(rows.y, handle)
+        seen.out = result.cpu().clone()
+        dispatcher.unlock()
+        return refused, seen, one_step(dispatcher, transport, CASE, 2)
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+def test_unlock_is_refused_until_staged_calls_were_waited_for(ranks, half):
+    results = ranks(2, unlocked_while_rank_1_has_not_waited, half)
+    check_same_error([refused for refused, _, _ in results], errors.HandleError)
+    error = results[0][0].error
+    assert error.ranks == (1,)
+    assert f"{half}_send of step" in str(error)
+    for rank, (_, seen, good) in enumerate(results):
+        check_step(CASE, 1, rank, seen)
+        check_step(CASE, 2, rank, good)
+
+
 def x_of_other_length(transport: Transport) -> tuple[Attempt, object]:
     batch = CASE.batch(0, transport.rank)
     with CASE.dispatcher(transport) as dispatcher:

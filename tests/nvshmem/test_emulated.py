@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from dataclasses import replace
 
 import pytest
 
 from crossdock.dispatch.transports import nvshmem as transport_module
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
-from crossdock.scratch.errors import RankTimeout
+from crossdock.scratch.errors import PeerFailed, RankTimeout
+from tests.dispatch.cases import one_step, send, simple_case
 from tests.nvshmem import alone
 from tests.nvshmem import ranks as checks
 
@@ -64,6 +66,69 @@ def a_dead_process_is_named(transport: NvshmemTransport) -> None:
 
 def test_a_rank_whose_process_has_ended_is_not_waited_for(emulated):
     emulated(2, a_dead_process_is_named)
+
+
+class Broken(Exception):
+    pass
+
+
+def a_rank_fails_before_its_kernels(transport: NvshmemTransport, in_kernel: bool) -> None:
+    """Emulated kernels wait for it in vain; beside a GPU's the host polls, which is tried alone."""
+    case = simple_case([(9,) * 3] * 2, hidden=64, timeout_s=1.0)
+    dispatcher, batch = case.dispatcher(transport), case.batch(1, transport.rank)
+    one_step(dispatcher, transport, case, 0)
+    if transport.rank == 1:
+        dispatcher._mover._kernels.route = raise_broken
+        with pytest.raises(Broken):
+            send(dispatcher, batch, transport.device)
+    elif in_kernel:
+        with pytest.raises(PeerFailed, match="rank 1 failed: Broken: boom") as caught:
+            send(dispatcher, batch, transport.device)
+        assert caught.value.ranks == (1,)
+    else:
+        time.sleep(0.5)
+        with pytest.raises(PeerFailed, match="rank 1 failed: Broken: boom"):
+            transport.look_for_dead("dispatch")
+    if transport.rank != 1:
+        with pytest.raises(PeerFailed, match="boom"):
+            dispatcher.check()
+    dispatcher.close()
+
+
+def raise_broken(*_: object) -> None:
+    raise Broken("boom")
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_a_rank_that_fails_in_its_move_is_heard_by_those_that_wait(emulated, in_kernel):
+    emulated(3, a_rank_fails_before_its_kernels, in_kernel)
+
+
+def an_empty_step_follows_its_slot_s_last(transport: NvshmemTransport) -> None:
+    case = simple_case([(0,) * 3, (9,) * 3], hidden=64)
+    with case.dispatcher(transport) as dispatcher:
+        rows, empty = send(dispatcher, case.batch(0, transport.rank), transport.device)
+        dispatcher.combine(rows.y, empty)
+        one_step(dispatcher, transport, case, 1)
+        launches = []
+        kernels = dispatcher._mover._kernels
+        rows_kernel = kernels.rows
+
+        def counted(*args: object) -> None:
+            launches.append(args)
+            rows_kernel(*args)
+
+        kernels.rows = counted
+        rows, again = dispatcher.dispatch(case.batch(0, transport.rank).x, handle=empty)
+        assert len(launches) == 1  # its wait is for what others read of the step before
+        assert (rows.num_rows, int(rows.num_pairs)) == (0, 0)
+        assert (rows.topk_idx == -1).all()
+        assert not rows.rows_per_expert.any()
+        assert dispatcher.combine(rows.y, again).shape == (0, 64)
+
+
+def test_a_step_without_rows_waits_for_its_slot_as_any_other(emulated):
+    emulated(3, an_empty_step_follows_its_slot_s_last)
 
 
 @pytest.mark.slow
