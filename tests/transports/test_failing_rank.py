@@ -71,7 +71,7 @@ def failing(
     if not victim:
         return nullcontext()
     if half == "before dispatch":
-        return patch.object(dispatcher, "_make_room", fail)
+        return patch.object(dispatcher._steps, "_make_room", fail)
     if level is not None:
         return patch.object(getattr(transport, level), "_all_to_all", fail)
     if transport.name == "shm":
