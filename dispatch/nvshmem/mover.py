@@ -31,13 +31,10 @@ from crossdock.dispatch.nvshmem.eager import Matrix, Ways, pinned_words
 from crossdock.dispatch.nvshmem.launch import Kernels
 from crossdock.dispatch.nvshmem.layout import (
     BY_ROUTE,
-    CONTROL_AT,
     MAX_RANKS,
     Kind,
     Report,
     State,
-    control_stand_in,
-    control_words,
     distant_bits,
     expert_codes,
     experts_by_rank,
@@ -45,8 +42,8 @@ from crossdock.dispatch.nvshmem.layout import (
     state_words,
     way_words,
 )
+from crossdock.dispatch.nvshmem.memory import SlotMemory
 from crossdock.dispatch.nvshmem.puts import PuttingKernels
-from crossdock.dispatch.nvshmem.runtime import Symmetric
 from crossdock.dispatch.routing import Counts, find_problem
 from crossdock.dispatch.rows import ReceivedRows
 from crossdock.dispatch.slots import SlotPlan
@@ -101,11 +98,6 @@ class NvshmemMover(Mover):
         experts = experts_by_rank(placement)
         told = self._told(experts)
         self._has_distant = transport.has_distant
-        self._record_words = record_words(ranks, told.shape[1])
-        self._control_bytes = 8 * control_words(
-            ranks, self._record_words, has_distant=self._has_distant
-        )
-        self._control: Symmetric | None = None
         self._state = torch.zeros(
             state_words(ranks, config.num_experts), dtype=torch.int64, device=device
         )
@@ -115,8 +107,7 @@ class NvshmemMover(Mover):
         self._matrix = Matrix(transport, self.plan)
         self._ways = Ways(device, lambda tokens: self._way_words(tokens, config.top_k))
         self._report = pinned_words(Report.LATE + ranks)
-        self._order = transport.watch(self._report)
-        self._num_discards = 0
+        self._owner = transport.watch(self._report)
         words = [transport.rank, ranks, wire.top_k, wire.hidden, config.num_experts]
         words += [self._num_local, experts.shape[1], told.shape[1]]
         words += [round(transport.timeout_s * 1e9), self._has_distant]
@@ -126,8 +117,9 @@ class NvshmemMover(Mover):
         words += [0] * MAX_RANKS + distant_bits(transport.runtime.reach).tolist()
         self._group = torch.tensor(words, dtype=torch.int64, device=device)
         self._kernels = self._load_kernels(config)
-        self._in_use: dict[int, SymmetricBucket] = {}
-        self._outgrown: list[SymmetricBucket] = []  # whose addresses graphs hold
+        self._memory = SlotMemory(
+            transport, self._group, record_words(ranks, told.shape[1]), self._owner
+        )
 
     # ---- what another layout does otherwise ----------------------------------------------------
 
@@ -166,73 +158,21 @@ class NvshmemMover(Mover):
     def allocate(self, capacity: int) -> BucketMemory:
         """Describe a bucket and see that there is room; :meth:`connect` takes it."""
         bucket = self._new_bucket(capacity)
-        need = bucket.num_bytes + (0 if self._control else self._control_bytes)
-        if need:
-            self.transport.runtime.require_room(need)
+        self._memory.require_room(bucket)
         return bucket
 
     def connect(self, memories: Sequence[tuple[int, BucketMemory]]) -> Callable[[], None]:
         """Take the memory on all ranks; what is replaced is given back when they all have."""
-        runtime = self.transport.runtime
-        torch.cuda.synchronize(self.transport.device)  # nobody uses what is given back
-        self.transport.collect_garbage()
-        if self._control is None:
-            self._take_control()
-        buckets = [(slot, _bucket(memory)) for slot, memory in memories]
-        # Memory taken in inference mode could not be written outside of it.
-        with torch.inference_mode(False):
-            for _, bucket in buckets:
-                if bucket.memory is None and bucket.capacity:
-                    bucket.take(runtime.allocate(bucket.num_bytes))
-
-        def commit() -> None:
-            for slot, bucket in buckets:
-                old = self._in_use.get(slot)
-                self._in_use[slot] = bucket
-                if old is None or old is bucket:
-                    continue
-                if old.captured:
-                    self._outgrown.append(old)
-                elif old.memory is not None:
-                    runtime.free(old.memory)
-
-        return commit
-
-    def _take_control(self) -> None:
-        self._control = self.transport.runtime.allocate(self._control_bytes)
-        self._control.buffer.zero_()
-        own, rank, ranks = (
-            self._control.buffer.data_ptr(),
-            self.transport.rank,
-            self.transport.world_size,
-        )
-        addresses = torch.tensor(
-            [
-                address or control_stand_in(own, rank, peer, ranks, self._record_words)
-                for peer, address in enumerate(self._control.addresses)
-            ]
-        )
-        self._group[CONTROL_AT : CONTROL_AT + len(addresses)] = addresses.to(self._group.device)
-        # Zeros must be there before anybody signals, which all do after the next agreement.
-        torch.cuda.synchronize(self.transport.device)
+        return self._memory.connect([(slot, _bucket(memory)) for slot, memory in memories])
 
     def release_captured(self) -> None:
         """Let go of outgrown buckets that graphs held."""
-        self._discard([b.memory for b in self._outgrown])
-        self._outgrown.clear()
+        self._memory.release_captured()
 
     def release(self) -> None:
         """Let go of everything; memory returns when all ranks have come to that."""
-        self.release_captured()
-        self._discard([*(b.memory for b in self._in_use.values()), self._control])
-        self._in_use.clear()
-        self._control = None
-        self.transport.unwatch(self._order)
-
-    def _discard(self, memories: Sequence[Symmetric | None]) -> None:
-        key = (self._order << 32) + self._num_discards
-        self._num_discards += 1
-        self.transport.discard(key, [memory for memory in memories if memory is not None])
+        self._memory.release()
+        self.transport.unwatch(self._owner)
 
     # ---- dispatch ------------------------------------------------------------------------------
 
@@ -263,7 +203,7 @@ class NvshmemMover(Mover):
         ledger = self.transport.ledger
         ledger.sequence += 1
         ledger.begun = True  # from here on, what fails on this rank goes on between hosts
-        call, bucket = ledger.sequence, self._in_use[slot]
+        call, bucket = ledger.sequence, self._memory.in_use[slot]
         with self.transport.moving():
             with self.transport.in_order():
                 kernels, limit = self._kernels, self.pair_limit
@@ -378,7 +318,7 @@ class NvshmemMover(Mover):
         """Announce results; the wait for everybody's, and the sum, come with the caller's wait."""
         y = load.rows
         assert handle.slot is not None
-        bucket, routing = self._in_use[handle.slot], _routing(handle)  # which owns its way
+        bucket, routing = self._memory.in_use[handle.slot], _routing(handle)  # which owns its way
         target = out if _is_aligned(out) else out.new_empty(out.shape)
         if y.shape[1] * y.dtype.itemsize > bucket.layout.y_bytes:
             return lambda: self._combine_in_parts(y, handle, bucket, target, out)

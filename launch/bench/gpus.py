@@ -299,7 +299,7 @@ def _measure_captured(
     graphs.check()
     mover = dispatcher._mover
     assert isinstance(mover, NvshmemMover)
-    memory = mover._in_use[0].memory
+    memory = mover._memory.in_use[0].memory
     assert memory is not None
     row_bytes = HIDDEN * dispatcher.wire.payload_dtype.itemsize
     copy = PeerCopy(dispatcher.transport, memory, counts, row_bytes)

@@ -277,7 +277,7 @@ def _measure_parts(
     names = ["route", "rows", "arrive"]
     samples = torch.zeros(3, rounds, dtype=torch.int64)
     events = [make_event() for _ in range(4)]
-    slot = mover._in_use[0].table
+    slot = mover._memory.in_use[0].table
     for round_ in range(-WARM_UP, rounds):
         way = mover._new_way(inputs.topk_idx)
         transport.exchange(torch.zeros(1, dtype=torch.int64))
