@@ -81,7 +81,6 @@ class Dispatcher:
         transport.set_timeout(config.timeout_s)
         problem = find_misfit(config, self.topology, self.placement, transport, num_slots)
         slots: list[Slot] = []
-        self._staged: dict[str, None] = {}  # calls that nobody has waited for, in order
         if problem is None:
             fixed = None if config.bucket == "grow" else config.bucket
             with Attempt(f"{num_slots} receive bucket(s) of {fixed} rows") as attempt:
@@ -162,7 +161,7 @@ class Dispatcher:
             HandleError: A handle that is stale, used up, or another dispatcher's.
             DisagreementError, PeerFailed, PeerClosed, RankTimeout: See the errors themselves.
         """
-        return self._steps.combine(y, handle, out, staged=False).wait()
+        return self._steps.combine(y, handle, out, staged=False)()
 
     def dispatch_send(
         self,
@@ -174,31 +173,20 @@ class Dispatcher:
     ) -> Pending[tuple[ReceivedRows, Handle]]:
         """Begin a dispatch: everything but waiting for the rows. See :meth:`dispatch`."""
         work, memory, agreed = self._steps.depart(x, topk_idx, topk_weights, handle, staged=True)
-        call = f"dispatch_send of step {agreed.step}"
-        self._staged[call] = None
 
         def finish() -> tuple[ReceivedRows, Handle]:
             with self.transport.moving():
                 work.wait()
-            self._staged.pop(call, None)
             return self._mover.receive(memory, agreed, debug=self.config.debug), agreed
 
-        return Pending(finish)
+        return self._steps.stage(finish, captured=agreed.captured)
 
     def combine_send(
         self, y: Tensor, handle: Handle, *, out: Tensor | None = None
     ) -> Pending[Tensor]:
         """Begin a combine: everything but waiting and summing. See :meth:`combine`."""
-        pending = self._steps.combine(y, handle, out, staged=True)
-        call = f"combine_send of step {handle.step}"
-        self._staged[call] = None
-
-        def finish() -> Tensor:
-            result = pending.wait()
-            self._staged.pop(call, None)
-            return result
-
-        return Pending(finish)
+        finish = self._steps.combine(y, handle, out, staged=True)
+        return self._steps.stage(finish, captured=handle.captured)
 
     # ---- locking and ending --------------------------------------------------------------------
 
@@ -233,18 +221,10 @@ class Dispatcher:
         self._steps.lock(pair_capacity)
 
     def unlock(self) -> None:
-        """Allow growth again. Collective; makes every handle stale.
-
-        Raises:
-            HandleError: A staged call has not been waited for on some rank.
-        """
+        """Allow growth again. Collective; makes every handle stale, and ends staged calls first."""
         self._steps.require_open()
-        problem = None
-        for call in self._staged:
-            text = f"unlock: {call} is on its way; wait() for it first"
-            problem = Problem(ProblemKind.HANDLE, text)
-            break
-        self._steps.agree(Operation.UNLOCK, problem)
+        self._steps.finish_staged()
+        self._steps.agree(Operation.UNLOCK)
         self._steps.unlock()
 
     def check(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -49,6 +50,8 @@ from crossdock.scratch.errors import LockedError
 
 __all__ = ["Slot", "Steps"]
 
+T = TypeVar("T")
+
 
 @dataclass
 class Slot:
@@ -59,7 +62,7 @@ class Slot:
 
 
 class Steps:
-    """Dispatches and combines of a dispatcher, over its slots. All calls are collective.
+    """Dispatches and combines of a dispatcher, over its slots. What agrees is collective.
 
     Args:
         config: The dispatcher's.
@@ -80,7 +83,9 @@ class Steps:
         self._mover = mover
         self._number = number
         self.slots = list(slots)
-        self.growth = Growth([slot.bucket for slot in slots], mover, mover.wire, self.agree)
+        self._buckets = [slot.bucket for slot in slots]
+        self.growth = Growth(self._buckets, mover, mover.wire, self.agree)
+        self._pending: list[Pending[Any]] = []  # staged, and nobody has waited
         self._era = 0
         self._locked = False
         self._pair_limit = -1
@@ -131,8 +136,8 @@ class Steps:
 
     def combine(
         self, y: Tensor, handle: Handle, out: Tensor | None, *, staged: bool
-    ) -> Pending[Tensor]:
-        """Bring results home; see the dispatcher's."""
+    ) -> Callable[[], Tensor]:
+        """Bring results home; what waits for them and sums. See the dispatcher's."""
         self.require_open()
         captured = self._mover.is_capturing()
         problem = self._find_handle_problem(handle, "combine", captured=captured, in_flight=True)
@@ -166,7 +171,32 @@ class Steps:
             if agreement is not None:
                 require_one_dtype(agreement)
             assert load is not None and out is not None
-            return Pending(self._move_back(load, handle, out, staged=staged))
+            return self._move_back(load, handle, out, staged=staged)
+
+    def stage(self, finish: Callable[[], T], *, captured: bool) -> Pending[T]:
+        """What the user of a staged call waits by; its other half runs in :meth:`finish_staged`.
+
+        Args:
+            finish: The call's other half.
+            captured: The call is recorded in a graph: nothing is on its way.
+        """
+
+        def finish_if_open() -> T:
+            self.require_open()
+            result = finish()
+            if not captured:
+                self._pending.remove(pending)
+            return result
+
+        pending = Pending(finish_if_open)
+        if not captured:
+            self._pending.append(pending)
+        return pending
+
+    def finish_staged(self) -> None:
+        """Wait for what is on its way and nobody has waited for."""
+        while self._pending:
+            self._pending[0].wait()
 
     # ---- locking and ending --------------------------------------------------------------------
 
@@ -192,7 +222,9 @@ class Steps:
         ledger = self._transport.ledger
         if ledger.broken is None and self._number not in ledger.ended:
             self.agree(operation, problem)
-        self.slots = []
+        self.slots.clear()
+        self._buckets.clear()
+        self._pending.clear()
         self._mover.release()
 
     # ---- parts of a dispatch -------------------------------------------------------------------
@@ -352,7 +384,8 @@ class Steps:
                     finish_sum()
             else:
                 out.zero_()
-            slot.handle = None
+            if slot.handle is handle:  # and not that of a later step
+                slot.handle = None
             return out
 
         return finish

@@ -213,7 +213,9 @@ def _refuse_unsupported(root: yaml.Node) -> None:
             except yaml.YAMLError:
                 raise  # which has a line
             except _NOT_YAML as error:  # a date of month 13, say
-                raise _UnsupportedError(line, f"{shorten(node.value)}: {error}") from None
+                kind = node.tag.removeprefix(_TAG)
+                text = f"{shorten(node.value)} is no usable {kind} ({shorten(str(error))})"
+                raise _UnsupportedError(line, " ".join(text.split())) from None
             continue
         if id(node) in seen:
             raise _UnsupportedError(line, "anchors and aliases are not supported; write it out")

@@ -20,7 +20,7 @@ __all__ = ["Matrix", "Ways", "pinned_words"]
 
 # Members of an enumeration are slow to look up.
 _FINE, _HEADER, _KIND = map(int, (Kind.FINE, Header.HEADER, Header.KIND))
-_LOOK_S = 0.1  # between looks for ranks that died
+_LOOK_S = 0.5  # between looks for ranks that died or failed
 
 
 class Matrix:
@@ -57,6 +57,7 @@ class Matrix:
         """Wait for the kernel of a call; what it wrote is valid until the next one is launched.
 
         Raises:
+            PeerFailed: A rank has said that it failed.
             RankTimeout: A rank did not come in time, or is dead.
         """
         looked = time.monotonic()

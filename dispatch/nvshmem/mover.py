@@ -107,7 +107,7 @@ class NvshmemMover(Mover):
         self._matrix = Matrix(transport, self.plan)
         self._ways = Ways(device, lambda tokens: self._way_words(tokens, config.top_k))
         self._report = pinned_words(Report.LATE + ranks)
-        self._owner = transport.watch(self._report)
+        self._owner = transport.watch(self._report, self._matrix.words)
         words = [transport.rank, ranks, wire.top_k, wire.hidden, config.num_experts]
         words += [self._num_local, experts.shape[1], told.shape[1]]
         words += [round(transport.timeout_s * 1e9), self._has_distant]

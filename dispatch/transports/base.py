@@ -185,7 +185,10 @@ class Transport(ABC):
         return error
 
     def heard(self) -> dict[int, str] | None:
-        """Ranks that failed or are lost, as another rank has said; looks, and never waits."""
+        """Ranks that failed, or are lost as far as ranks have found out, or None.
+
+        Looks at what was told, and waits for no rank.
+        """
         return None
 
     def moving(self) -> AbstractContextManager[None]:

@@ -137,6 +137,10 @@ class HierarchicalTransport(Transport):
         self.flat.tell_failure(said)
         self._leave_levels(said)
 
+    def heard(self) -> dict[int, str] | None:
+        """Over all ranks."""
+        return self.flat.heard()
+
     def _lost(self, during: str) -> CrossdockError:
         error = self.flat.declare_lost(during)
         if isinstance(error, PeerFailed):

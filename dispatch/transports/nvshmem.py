@@ -82,6 +82,7 @@ class NvshmemTransport(Transport):
             self.layouts = ("row",)
         self._processes = gather_processes(host)
         self._reports: dict[int, memoryview] = {}
+        self._pinned: dict[int, tuple[Tensor, ...]] = {}
         self._num_owners = 0
         self._discarded: dict[int, Sequence[Symmetric]] = {}
         self._order = _Order(self.device)
@@ -141,8 +142,9 @@ class NvshmemTransport(Transport):
             RuntimeError: What an earlier kernel of this process did wrong, as CUDA says it.
         """
         torch.cuda.current_stream(self.device).query()
-        if self._host.heard():
-            raise self._lost([], during)
+        said = self.heard()
+        if said:
+            raise self.break_with(said, during)
         dead = [
             rank
             for rank, process in enumerate(self._processes)
@@ -153,11 +155,15 @@ class NvshmemTransport(Transport):
 
     def _lost(self, ranks: list[int], during: str) -> CrossdockError:
         found = {rank: self._processes[rank].trouble() or "did not arrive" for rank in ranks}
-        return self.break_with(self._host.heard() or found, during)
+        return self.break_with(self.heard() or found, during)
 
     def tell_failure(self, said: str) -> None:
         """Between hosts, where all ranks look."""
         self._host.tell_failure(said)
+
+    def heard(self) -> dict[int, str] | None:
+        """Between hosts."""
+        return self._host.heard()
 
     def close(self) -> None:
         """Give back all memory and stop NVSHMEM, all ranks together; only leave if one is lost."""
@@ -173,19 +179,26 @@ class NvshmemTransport(Transport):
 
     # ---- what movers ask -----------------------------------------------------------------------
 
-    def watch(self, report: Tensor) -> int:
-        """Look in every call at what kernels report (pinned int64, ``Report``).
+    def watch(self, report: Tensor, *others: Tensor) -> int:
+        """Look in every call at what kernels report.
+
+        Args:
+            report: Pinned int64, ``Report``.
+            others: Pinned memory that the same kernels write to.
 
         Returns:
             A number for whose they are, equal on all ranks.
         """
         self._num_owners += 1
         self._reports[self._num_owners] = memoryview(report.numpy())  # type: ignore[arg-type]
+        self._pinned[self._num_owners] = (report, *others)
         return self._num_owners
 
     def unwatch(self, owner: int) -> None:
-        """Look no more."""
+        """Look no more. The memory stays if a kernel may still be waiting in vain for a rank."""
         self._reports.pop(owner, None)
+        if self.ledger.broken is None:
+            self._pinned.pop(owner, None)
 
     def in_order(self, *, captured: bool = False) -> AbstractContextManager[None]:
         """Launches of one transport follow each other, whatever streams they are on.

@@ -249,8 +249,8 @@ def test_a_step_in_flight_is_finished_or_refused_but_never_lost(ranks, operation
 
 def unlocked_while_rank_1_has_not_waited(
     transport: Transport, half: str
-) -> tuple[Attempt, object, object]:
-    """The step that was on its way, and one after the unlock."""
+) -> tuple[object, Attempt, object]:
+    """The step that was on its way, a combine by its handle, and a step after the unlock."""
     device = transport.device
     with CASE.dispatcher(transport) as dispatcher:
         batch = CASE.batch(1, transport.rank)
@@ -261,30 +261,72 @@ def unlocked_while_rank_1_has_not_waited(
             fill_results(CASE, 1, transport.rank, rows)
             pending = dispatcher.combine_send(rows.y, handle)
         if transport.rank != 1:
-            result = pending.wait()
-        refused = attempt(dispatcher.unlock)
-        if transport.rank == 1:
-            result = pending.wait()
+            pending.wait()
+        dispatcher.unlock()
+        result = pending.wait()
         if half == "dispatch":
             rows, handle = result
             seen = copy_rows(rows)
-            fill_results(CASE, 1, transport.rank, rows)
-            result = dispatcher.combine(rows.y, handle)
-        seen.out = result.cpu().clone()
-        dispatcher.unlock()
-        return refused, seen, one_step(dispatcher, transport, CASE, 2)
+        else:
+            seen.out = result.cpu().clone()
+        refused = attempt(lambda: dispatcher.combine(rows.y, handle))
+        return seen, refused, one_step(dispatcher, transport, CASE, 2)
 
 
 @pytest.mark.parametrize("half", ["dispatch", "combine"])
-def test_unlock_is_refused_until_staged_calls_were_waited_for(ranks, half):
+def test_unlock_waits_for_staged_calls(ranks, half):
     results = ranks(2, unlocked_while_rank_1_has_not_waited, half)
-    check_same_error([refused for refused, _, _ in results], errors.HandleError)
-    error = results[0][0].error
-    assert error.ranks == (1,)
-    assert f"{half}_send of step" in str(error)
-    for rank, (_, seen, good) in enumerate(results):
+    check_same_error([refused for _, refused, _ in results], errors.HandleError)
+    for rank, (seen, _, good) in enumerate(results):
+        assert (seen.out is None) == (half == "dispatch")
         check_step(CASE, 1, rank, seen)
         check_step(CASE, 2, rank, good)
+
+
+def armed_again_before_its_combine_is_home(transport: Transport) -> list[object]:
+    """One handle in two slots; unlock, and two steps that need both."""
+    with CASE.dispatcher(transport, num_slots=2) as dispatcher:
+        batch = CASE.batch(1, transport.rank)
+        rows, handle = send(dispatcher, batch, transport.device)
+        fill_results(CASE, 1, transport.rank, rows)
+        first = dispatcher.combine_send(rows.y, handle)
+        rows, handle = dispatcher.dispatch(batch.to(transport.device)[0], handle=handle)
+        fill_results(CASE, 1, transport.rank, rows)
+        second = dispatcher.combine_send(rows.y, handle)
+        first.wait()
+        dispatcher.unlock()
+        two = [send(dispatcher, CASE.batch(s, transport.rank), transport.device) for s in (0, 2)]
+        second.wait()
+        outs = []
+        for step, (rows, handle) in zip((0, 2), two, strict=True):
+            seen = copy_rows(rows)
+            fill_results(CASE, step, transport.rank, rows)
+            seen.out = dispatcher.combine(rows.y, handle).cpu().clone()
+            outs.append(seen)
+        return outs
+
+
+def test_a_handle_armed_again_is_waited_for_each_time(ranks):
+    for rank, outs in enumerate(ranks(2, armed_again_before_its_combine_is_home)):
+        for step, seen in zip((0, 2), outs, strict=True):
+            check_step(CASE, step, rank, seen)
+
+
+def waited_for_after_close(transport: Transport, half: str) -> Attempt:
+    dispatcher = CASE.dispatcher(transport)
+    pending = dispatcher.dispatch_send(*CASE.batch(1, transport.rank).to(transport.device))
+    if half == "combine":
+        rows, handle = pending.wait()
+        pending = dispatcher.combine_send(rows.y.fill_(1.0), handle)
+    dispatcher.close()
+    return attempt(pending.wait)
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+def test_what_is_waited_for_after_close_is_refused(ranks, half):
+    for seen in ranks(2, waited_for_after_close, half):
+        assert isinstance(seen.error, errors.PeerClosed), repr(seen.error)
+        assert seen.seconds < 1
 
 
 def x_of_other_length(transport: Transport) -> tuple[Attempt, object]:

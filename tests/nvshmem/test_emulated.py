@@ -12,8 +12,10 @@ from crossdock.dispatch.transports import nvshmem as transport_module
 from crossdock.dispatch.transports.nvshmem import NvshmemTransport
 from crossdock.scratch.errors import PeerFailed, RankTimeout
 from tests.dispatch.cases import one_step, send, simple_case
+from tests.dispatch.oracle import check_step
 from tests.nvshmem import alone
 from tests.nvshmem import ranks as checks
+from tests.nvshmem.emulation import CPU, record_by_repeating
 
 
 @pytest.mark.parametrize(
@@ -72,24 +74,24 @@ class Broken(Exception):
     pass
 
 
-def a_rank_fails_before_its_kernels(transport: NvshmemTransport, in_kernel: bool) -> None:
-    """Emulated kernels wait for it in vain; beside a GPU's the host polls, which is tried alone."""
-    case = simple_case([(9,) * 3] * 2, hidden=64, timeout_s=1.0)
+def a_rank_fails_before_its_kernels(transport: NvshmemTransport, launches: bool) -> None:
+    """Others wait for it in vain: in kernels, or, without any, where the host polls."""
+    case = simple_case([(9,) * 3] * 2, hidden=64, timeout_s=1.0 if launches else 20.0)
     dispatcher, batch = case.dispatcher(transport), case.batch(1, transport.rank)
     one_step(dispatcher, transport, case, 0)
+    kernels = dispatcher._mover._kernels
+    began = time.monotonic()
     if transport.rank == 1:
-        dispatcher._mover._kernels.route = raise_broken
+        kernels.route = raise_broken
         with pytest.raises(Broken):
             send(dispatcher, batch, transport.device)
-    elif in_kernel:
+    else:
+        if not launches:
+            kernels.route = kernels.rows = lambda *_: None
         with pytest.raises(PeerFailed, match="rank 1 failed: Broken: boom") as caught:
             send(dispatcher, batch, transport.device)
         assert caught.value.ranks == (1,)
-    else:
-        time.sleep(0.5)
-        with pytest.raises(PeerFailed, match="rank 1 failed: Broken: boom"):
-            transport.look_for_dead("dispatch")
-    if transport.rank != 1:
+        assert time.monotonic() - began < 10
         with pytest.raises(PeerFailed, match="boom"):
             dispatcher.check()
     dispatcher.close()
@@ -99,9 +101,29 @@ def raise_broken(*_: object) -> None:
     raise Broken("boom")
 
 
-@pytest.mark.parametrize("in_kernel", [True, False])
-def test_a_rank_that_fails_in_its_move_is_heard_by_those_that_wait(emulated, in_kernel):
-    emulated(3, a_rank_fails_before_its_kernels, in_kernel)
+@pytest.mark.parametrize("launches", [True, False])
+def test_a_rank_that_fails_in_its_move_is_heard_by_those_that_wait(emulated, launches):
+    emulated(3, a_rank_fails_before_its_kernels, launches)
+
+
+def a_capture_fails_after_a_staged_call(transport: NvshmemTransport) -> None:
+    case = simple_case([(9,) * 3, (4, 0, 7)], hidden=64)
+    with case.dispatcher(transport) as dispatcher:
+        one_step(dispatcher, transport, case, 0)
+        dispatcher.lock()
+
+        def step() -> None:
+            dispatcher.dispatch_send(*case.batch(0, transport.rank).to(CPU))
+            raise Broken("after it")
+
+        with pytest.raises(Broken):
+            record_by_repeating(step)
+        dispatcher.unlock()
+        check_step(case, 1, transport.rank, one_step(dispatcher, transport, case, 1))
+
+
+def test_unlock_waits_for_nothing_that_was_only_captured(emulated):
+    emulated(3, a_capture_fails_after_a_staged_call)
 
 
 def an_empty_step_follows_its_slot_s_last(transport: NvshmemTransport) -> None:
