@@ -1,8 +1,9 @@
 """Waiting for other ranks on counters in shared memory, and finding out who is missing.
 
-A rank that waits sleeps on the counter itself: a futex is woken by the write that it waits for, and
-the kernel compares the counter before it puts anyone to sleep, so no wake-up is lost. Spinning
-would take the cores from the ranks that are waited for.
+A rank that waits looks again and again for a moment, and lets others run in between: most waits
+are shorter than it takes to be woken. Then it sleeps on the counter itself: a futex is woken by the
+write that it waits for, and the kernel compares the counter before it puts anyone to sleep, so no
+wake-up is lost.
 
 Whoever finds out that a rank is missing writes it down, and the others take its word, so that all
 name the same rank although they wait in different places.
@@ -10,6 +11,7 @@ name the same rank although they wait in different places.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from crossdock.dispatch.transports.watch import Process
 
 __all__ = ["FutexSignals"]
 
+_LINGER_NS = 100_000  # about twice what it takes to be woken
 _SLICE_S = 0.1  # between looks at what became of the ranks that are missing
 
 
@@ -55,8 +58,11 @@ class FutexSignals:
         """Wait for other ranks' counters, and for no longer than the transport's timeout."""
         self._heed_verdicts(during)
         deadline = time.monotonic() + self._transport.timeout_s
+        lingers_until = time.perf_counter_ns() + _LINGER_NS
         for rank in ranks:
             at = self._table.counter_at(counter, rank)
+            while self._words[at] < value and time.perf_counter_ns() < lingers_until:
+                os.sched_yield()
             while (seen := self._words[at]) < value:
                 remaining = deadline - time.monotonic()
                 if remaining > 0:
