@@ -9,7 +9,6 @@ from crossdock.dispatch.buckets import Bucket
 from crossdock.dispatch.checks import Attempt
 from crossdock.dispatch.handle import Handle
 from crossdock.dispatch.mover import Mover
-from crossdock.dispatch.wire import WireFormat
 
 __all__ = ["Growth"]
 
@@ -19,8 +18,7 @@ class Growth:
 
     Args:
         buckets: Of each slot.
-        mover: Takes what a way needs beside them.
-        wire: Says how large rows are.
+        mover: Takes what a way needs beside them, and knows how large rows are.
         agree: Exchanges a record of the dispatcher: operation, and what is wrong on this rank.
     """
 
@@ -28,10 +26,9 @@ class Growth:
         self,
         buckets: Sequence[Bucket],
         mover: Mover,
-        wire: WireFormat,
         agree: Callable[[Operation, Problem | None], Agreement],
     ) -> None:
-        self._buckets, self._mover, self._wire, self._agree = buckets, mover, wire, agree
+        self._buckets, self._mover, self._agree = buckets, mover, agree
 
     def grow(self, slots: Sequence[int], rows: int, *, with_y: bool = False) -> None:
         """Take memory for that many rows in each of the slots.
@@ -84,5 +81,5 @@ class Growth:
         commit()
 
     def _size_of(self, rows: int) -> str:
-        row_bytes = self._wire.row_bytes
+        row_bytes = self._mover.wire.row_bytes
         return f"{rows} rows x {row_bytes} bytes = {rows * row_bytes} bytes"

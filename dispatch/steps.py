@@ -84,7 +84,7 @@ class Steps:
         self._number = number
         self.slots = list(slots)
         self._buckets = [slot.bucket for slot in slots]
-        self.growth = Growth(self._buckets, mover, mover.wire, self.agree)
+        self.growth = Growth(self._buckets, mover, self.agree)
         self._pending: list[Pending[Any]] = []  # staged, and nobody has waited
         self._era = 0
         self._locked = False

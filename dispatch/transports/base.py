@@ -184,13 +184,6 @@ class Transport(ABC):
         self.ledger.broken = error
         return error
 
-    def heard(self) -> dict[int, str] | None:
-        """Ranks that failed, or are lost as far as ranks have found out, or None.
-
-        Looks at what was told, and waits for no rank.
-        """
-        return None
-
     def moving(self) -> AbstractContextManager[None]:
         """What this rank does while others count on its rows: if it fails, they hear of it at once.
 
@@ -205,6 +198,13 @@ class Transport(ABC):
 
         Args:
             said: What they raise ``PeerFailed`` with.
+        """
+
+    @abstractmethod
+    def heard(self) -> dict[int, str] | None:
+        """Ranks that failed, or are lost as far as ranks have found out, or None.
+
+        Looks at what was told, and waits for no rank.
         """
 
 

@@ -234,8 +234,15 @@ def send(dispatcher: Dispatcher, batch: Batch, device: torch.device) -> tuple[Re
 def one_step(dispatcher: Dispatcher, transport: Transport, case: Case, step: int) -> Step:
     """Dispatch, stand-in experts, combine."""
     rows, handle = send(dispatcher, case.batch(step, transport.rank), transport.device)
+    return finish_step(dispatcher, case, step, rows, handle)
+
+
+def finish_step(
+    dispatcher: Dispatcher, case: Case, step: int, rows: ReceivedRows, handle: Handle
+) -> Step:
+    """Stand-in experts and the combine of a dispatched step."""
     seen = copy_rows(rows)
-    fill_results(case, step, transport.rank, rows)
+    fill_results(case, step, dispatcher.transport.rank, rows)
     seen.out = dispatcher.combine(rows.y, handle).cpu().clone()
     return seen
 

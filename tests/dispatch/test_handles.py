@@ -15,6 +15,7 @@ from tests.dispatch.cases import (
     attempt,
     copy_rows,
     fill_results,
+    finish_step,
     one_step,
     send,
     simple_case,
@@ -78,16 +79,11 @@ def by_handle(transport: Transport, case: Case) -> list:
     """Step 0, then the tokens of step 1 along step 0's routing, twice."""
     with case.dispatcher(transport) as dispatcher:
         rows, handle = send(dispatcher, case.batch(0, transport.rank), transport.device)
-        steps = [copy_rows(rows)]
-        fill_results(case, 0, transport.rank, rows)
-        steps[0].out = dispatcher.combine(rows.y, handle).cpu().clone()
+        steps = [finish_step(dispatcher, case, 0, rows, handle)]
         for step in (1, 2):
             x = case.batch(step, transport.rank).x.to(transport.device)
             rows, handle = dispatcher.dispatch(x, handle=handle)
-            seen = copy_rows(rows)
-            fill_results(case, step, transport.rank, rows)
-            seen.out = dispatcher.combine(rows.y, handle).cpu().clone()
-            steps.append(seen)
+            steps.append(finish_step(dispatcher, case, step, rows, handle))
         return steps
 
 
@@ -297,13 +293,10 @@ def armed_again_before_its_combine_is_home(transport: Transport) -> list[object]
         dispatcher.unlock()
         two = [send(dispatcher, CASE.batch(s, transport.rank), transport.device) for s in (0, 2)]
         second.wait()
-        outs = []
-        for step, (rows, handle) in zip((0, 2), two, strict=True):
-            seen = copy_rows(rows)
-            fill_results(CASE, step, transport.rank, rows)
-            seen.out = dispatcher.combine(rows.y, handle).cpu().clone()
-            outs.append(seen)
-        return outs
+        return [
+            finish_step(dispatcher, CASE, step, *flying)
+            for step, flying in zip((0, 2), two, strict=True)
+        ]
 
 
 def test_a_handle_armed_again_is_waited_for_each_time(ranks):

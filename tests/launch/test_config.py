@@ -182,6 +182,7 @@ def test_overrides_replace_values_and_whole_sections(small):
         ("a: 1\nb: 2020-13-45\n", ":2: 2020-13-45 is no usable timestamp (month must be in 1..12)"),
         ('a: !!int "1\n\nfoo"\n', ":1: 1 foo is no usable int"),
         (f"a: !!float {'x' * 5000}\n", "is no usable float"),
+        ('a: "\\UFFFFFFFF"\n', "not usable YAML"),
         ("a: [1,\n 0x_]\n", ":2: 0x_ is no usable int (invalid literal"),
         ("? [1]\n: 2\n", "a key is text"),
         ("3: 2\n", "a key is text, not 3"),

@@ -100,7 +100,8 @@ def check_told(seen: Attempt) -> None:
 
 
 # "before dispatch": when ranks have agreed on it, and no row is under way.
-HALVES = pytest.mark.parametrize("half", ["before dispatch", "dispatch", "combine"])
+_HALVES = ["before dispatch", "dispatch", "combine"]
+HALVES = pytest.mark.parametrize("half", _HALVES)
 
 
 @HALVES
@@ -183,7 +184,7 @@ def fail_by_mpi(seat: Seat, link: Connection, half: str | None) -> None:
     link.recv()
 
 
-@pytest.mark.parametrize("half", ["before dispatch", "dispatch", "combine", None])
+@pytest.mark.parametrize("half", [*_HALVES, None])
 def test_mpi(mpirun, half):
     job = MpiJob(3, fail_by_mpi, half)
     try:
@@ -191,7 +192,7 @@ def test_mpi(mpirun, half):
         for link in job.links:
             assert link.poll(20), job.output.read_text()
             by_rank.append(link.recv())
-        check_heard(by_rank) if half is None else check(by_rank)
+        (check if half else check_heard)(by_rank)
         for link in job.links:
             link.send("leave")
         assert job.process.wait(20) != 0
