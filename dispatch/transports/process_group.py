@@ -169,11 +169,13 @@ class ProcessGroupTransport(Transport):
         limit = self.timeout_s
         deadline = time.monotonic() + limit - grace_of(limit)
         while True:
+            has_ended = work.is_completed()
             try:
                 work.wait(slice_of(limit))
                 return
             except RuntimeError as error:
-                if work.is_completed() or time.monotonic() > deadline:
+                # What ends only now may have ended well; the next wait says so at once.
+                if has_ended or (time.monotonic() > deadline and not work.is_completed()):
                     raise self._lost(step, during) from error
             self._watch.look()
             self._watch.publish(step)
