@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,6 +39,7 @@ __all__ = [
     "Problem",
     "ProblemKind",
     "Record",
+    "Words",
     "agree",
     "record_words",
 ]
@@ -52,6 +54,7 @@ _HEADER = 9
 _TEXT = slice(_HEADER + _VALUES, _HEADER + _VALUES + _TEXT_BYTES // 8)
 
 E = TypeVar("E", bound=Exception)
+Words = npt.NDArray[np.int64]
 
 
 class Operation(IntEnum):
@@ -117,7 +120,7 @@ class Problem(NamedTuple):
         return _EXCEPTIONS[self.kind](text, ranks=(rank,))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Record:
     """What one rank says at the start of a collective call.
 
@@ -165,7 +168,7 @@ class Ledger:
     broken: CrossdockError | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Agreement:
     """The records of all ranks, after they were found to fit together.
 
@@ -183,9 +186,9 @@ class Agreement:
     row_limits: list[int]
     pair_limits: list[int]
     num_tokens: list[int]
-    values: Tensor
-    rows: Tensor
-    pairs: Tensor
+    values: Words
+    rows: Words
+    pairs: Words
 
     @staticmethod
     def error(exception: E) -> E:
@@ -238,8 +241,8 @@ def _fit(text: str) -> bytearray:
     return bytearray(raw)
 
 
-def _text(words: Tensor) -> str:
-    raw = words[_TEXT].contiguous().view(torch.uint8).numpy().tobytes()
+def _text(words: Words) -> str:
+    raw = words[_TEXT].tobytes()
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
@@ -267,8 +270,9 @@ def agree(transport: Transport, record: Record) -> Agreement:
         transport.announce(ledger.sequence)
     ledger.begun = False
     size = transport.world_size
-    matrix = transport.exchange(encode(record, ledger.sequence, size))
-    header = matrix[:, :_HEADER].t().tolist()
+    # Small arrays, not tensors, which cost more on a processor that has just done something else.
+    matrix = transport.exchange(encode(record, ledger.sequence, size)).numpy()
+    header = matrix[:, :_HEADER].T.tolist()
     judge(matrix, header, record, ledger)
     return Agreement(
         sequence=ledger.sequence,
@@ -281,7 +285,7 @@ def agree(transport: Transport, record: Record) -> Agreement:
     )
 
 
-def judge(matrix: Tensor, header: list[list[int]], mine: Record, ledger: Ledger) -> None:
+def judge(matrix: Words, header: list[list[int]], mine: Record, ledger: Ledger) -> None:
     """Raise what the matrix of records calls for; every rank comes to the same end.
 
     Args:
@@ -291,6 +295,9 @@ def judge(matrix: Tensor, header: list[list[int]], mine: Record, ledger: Ledger)
         ledger: Ended dispatchers are entered here.
     """
     magic, dispatchers, operations, sequences, kinds, subjects = header[:6]
+    leaving = mine.operation in (Operation.CLOSE, Operation.ABORT)
+    if not leaving and not any(kinds) and all(len(set(words)) == 1 for words in header[:6]):
+        return  # all say the same and nobody has trouble, as nearly always
     foreign = [rank for rank, word in enumerate(magic) if word != MAGIC]
     if foreign:
         raise mark_agreed(
@@ -301,7 +308,6 @@ def judge(matrix: Tensor, header: list[list[int]], mine: Record, ledger: Ledger)
             )
         )
     ending = _judge_endings(matrix, dispatchers, operations, ledger)
-    leaving = mine.operation in (Operation.CLOSE, Operation.ABORT)
     if ending is not None and not leaving:
         raise ending
     if leaving:
@@ -316,7 +322,7 @@ def judge(matrix: Tensor, header: list[list[int]], mine: Record, ledger: Ledger)
 
 
 def _judge_endings(
-    matrix: Tensor, dispatchers: list[int], operations: list[int], ledger: Ledger
+    matrix: Words, dispatchers: list[int], operations: list[int], ledger: Ledger
 ) -> CrossdockError | None:
     """Enter closed and aborted dispatchers; the error for ranks that did not end one."""
     first: CrossdockError | None = None

@@ -58,7 +58,8 @@ class Growth:
         """
         transport = self._mover.transport
         needs = self._mover.needs(handle, agreement.num_tokens)
-        if all(need <= held for need, held in zip(needs, agreement.values[:, 2], strict=True)):
+        held = agreement.values[:, 2].tolist()
+        if all(need <= room for need, room in zip(needs, held, strict=True)):
             return
         rows = needs[transport.rank]
         with Attempt(f"memory for rows that pass through: {self._size_of(rows)}") as attempt:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,8 +208,8 @@ class Partition:
                 values=(digest,),
             ),
         )
-        digests = agreement.values[:, 0].view(self.topology.dp, -1)
-        differ = (digests != digests[:, :1]).any(1).nonzero()
+        digests = agreement.values[:, 0].reshape(self.topology.dp, -1)
+        differ = np.flatnonzero((digests != digests[:, :1]).any(1))
         if len(differ):
             dp = int(differ[0])
             ranks = tuple(range(dp * digests.shape[1], (dp + 1) * digests.shape[1]))

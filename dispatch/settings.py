@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from crossdock.dispatch.agreement import Words
 from crossdock.dispatch.config import DTYPES, DispatchConfig
 from crossdock.dispatch.placement import ExpertPlacement
 from crossdock.dispatch.topology import Topology
@@ -77,7 +76,7 @@ def settings_of(
     )
 
 
-def compare_settings(values: Tensor) -> DisagreementError | None:
+def compare_settings(values: Words) -> DisagreementError | None:
     """The error that names each setting that differs, the ranks and their values.
 
     Args:

@@ -311,7 +311,7 @@ class Steps:
         if handle is None or handle.slot is not None:
             agreed = Agreed(
                 agreement.sequence,
-                self._mover.plan(agreement.rows.numpy()),
+                self._mover.plan(agreement.rows),
                 agreement.pairs.sum(0).tolist(),
                 slots,
             )

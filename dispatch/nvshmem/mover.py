@@ -324,12 +324,8 @@ class NvshmemMover(Mover):
             return lambda: self._combine_in_parts(y, handle, bucket, target, out)
         captured = handle.captured
         with self.transport.in_order(captured=captured):
-            place = bucket.results_as(y.dtype, y.shape[1])
-            if y.data_ptr() != place.data_ptr() or not y.is_contiguous():
-                num_rows = bucket.capacity
-                if not captured:
-                    num_rows = handle.plan.received[self.transport.rank]
-                place[:num_rows].copy_(y[:num_rows])
+            if y is not bucket.results:
+                self._bring_in(y, bucket, handle)
             if staged:
                 self._kernels.ready()
 
@@ -340,6 +336,15 @@ class NvshmemMover(Mover):
                     out.copy_(target)
 
         return finish
+
+    def _bring_in(self, y: Tensor, bucket: SymmetricBucket, handle: Handle) -> None:
+        """Copy results to where other ranks read them, unless they lie there."""
+        place = bucket.results_as(y.dtype, y.shape[1])
+        if y.data_ptr() != place.data_ptr() or not y.is_contiguous():
+            num_rows = bucket.capacity
+            if not handle.captured:
+                num_rows = handle.plan.received[self.transport.rank]
+            place[:num_rows].copy_(y[:num_rows])
 
     def _combine_in_parts(
         self, y: Tensor, handle: Handle, bucket: SymmetricBucket, target: Tensor, out: Tensor

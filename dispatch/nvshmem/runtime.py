@@ -24,6 +24,9 @@ __all__ = ["Runtime", "Symmetric", "gpu_number", "import_bindings", "pretended_r
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'crossdock[cu13]' (or cu12) nvshmem4py-cu13 (or -cu12)"
+# Without a network between ranks NVSHMEM's proxy has nothing to do for us, and yet keeps a core of
+# every rank busy. Elsewhere NVSHMEM starts it in spite of this.
+_PROXY = "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY"
 _PROBE = 16  # bytes
 _GRANULE = 512 << 20  # bytes by which NVSHMEM's heap grows (NVSHMEM_CUMEM_GRANULARITY)
 _ALIGN = 512  # of what it hands out
@@ -72,6 +75,7 @@ class Runtime:
         self._taken: dict[int, int] = {}
         self._bindings = import_bindings()
         pretended = pretended_reach(host.world_size)[host.rank]
+        os.environ.setdefault(_PROXY, "1")
         with heap_environment(symmetric_heap):
             self._start(host)
         probe = self._bindings.malloc(_PROBE)

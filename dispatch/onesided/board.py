@@ -8,6 +8,7 @@ more than one exchange ahead. Epochs count every exchange, also those that end i
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from crossdock.dispatch.onesided.signals import Counter, Signals
@@ -25,7 +26,7 @@ class Board:
     """
 
     def __init__(self, pages: Tensor, signals: Signals, rank: int) -> None:
-        self._pages = pages
+        self._pages = pages.numpy()
         self._signals = signals
         self._rank = rank
         self._epoch = 0
@@ -34,8 +35,8 @@ class Board:
         """Give int64 [n] (n <= W, equal on all ranks), get int64 [R, n]."""
         self._epoch += 1
         page = self._pages[self._epoch % 2, :, : len(record)]
-        page[self._rank] = record
+        page[self._rank] = record.numpy()
         self._signals.post(Counter.RECORDS, self._epoch)
         everybody = range(len(page))
         self._signals.wait(Counter.RECORDS, everybody, self._epoch, "the exchange of records")
-        return page.clone()
+        return torch.from_numpy(page.copy())

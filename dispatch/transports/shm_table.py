@@ -12,6 +12,7 @@ from crossdock.dispatch.agreement import (
     Problem,
     ProblemKind,
     Record,
+    Words,
     agree,
     record_words,
 )
@@ -68,7 +69,7 @@ class Table:
                 problem = str(error)
         mine = (host, this.pid, int(this.started), memory.fd)
         met = _agree_to_meet(meeting, problem, mine)
-        hosts, pids, starts, fds = met[:, :4].t().tolist()
+        hosts, pids, starts, fds = met[:, :4].T.tolist()
         processes = [Process(this.host, p, str(s)) for p, s in zip(pids, starts, strict=True)]
         problem = None
         if host != hosts[0]:
@@ -114,7 +115,7 @@ class Table:
         return self.words[begin : begin + _TEXT_WORDS].view(torch.uint8)
 
 
-def _agree_to_meet(meeting: Transport, problem: str | None, words: tuple[int, ...]) -> Tensor:
+def _agree_to_meet(meeting: Transport, problem: str | None, words: tuple[int, ...]) -> Words:
     found = None if problem is None else Problem(ProblemKind.CONFIG, problem)
     record = Record(operation=Operation.CONSTRUCT, problem=found, values=words)
     try:
