@@ -25,8 +25,13 @@ _MOST_DIGITS = 100
 # Control characters that a terminal would act on, and halves of surrogate pairs.
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _NOT_YAML = (
-    *(yaml.YAMLError, RecursionError, ValueError, TypeError),
-    *(OverflowError, LookupError, AttributeError),
+    yaml.YAMLError,
+    RecursionError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    LookupError,
+    AttributeError,
 )
 
 

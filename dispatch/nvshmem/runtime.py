@@ -24,8 +24,9 @@ __all__ = ["Runtime", "Symmetric", "gpu_number", "import_bindings", "pretended_r
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'crossdock[cu13]' (or cu12) nvshmem4py-cu13 (or -cu12)"
-# Without a network between ranks NVSHMEM's proxy has nothing to do for us, and yet keeps a core of
-# every rank busy. Elsewhere NVSHMEM starts it in spite of this.
+# Where no transport of NVSHMEM's needs its proxy thread, that serves device-side exit and wait
+# time-outs alone, which we do not use, and yet keeps a core of every rank busy. Set, this stops it
+# there, and only there (NVSHMEM's documentation, "Environment Variables").
 _PROXY = "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY"
 _PROBE = 16  # bytes
 _GRANULE = 512 << 20  # bytes by which NVSHMEM's heap grows (NVSHMEM_CUMEM_GRANULARITY)
