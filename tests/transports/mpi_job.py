@@ -90,7 +90,13 @@ class MpiJob:
                 start_new_session=True,
             )
             listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
-            lines = sorted((_greet(listener) for _ in range(world_size)), key=lambda line: line[0])
+            try:
+                greetings = [_greet(listener) for _ in range(world_size)]
+            except TimeoutError:
+                _end(self.process)  # and its ranks, or they would slow down what follows
+                said = self.output.read_text()
+                pytest.fail(f"mpirun started no {world_size} ranks in {START_S} s: {said}")
+            lines = sorted(greetings, key=lambda line: line[0])
         self.links: list[Connection] = [link for _, _, link in lines]
         self.ranks = [Ended(pid) for _, pid, _ in lines]
         for link in self.links:
@@ -211,6 +217,15 @@ def serve(seat: Seat, link: Connection) -> None:
 
 def seat_of(rank: int, world_size: int, folder: str) -> Seat:
     return Seat(rank=rank, world_size=world_size, port=0, folder=Path(folder))
+
+
+def _end(mpirun: subprocess.Popen[bytes]) -> None:
+    mpirun.terminate()
+    try:
+        mpirun.wait(10)
+    except subprocess.TimeoutExpired:
+        mpirun.kill()
+        mpirun.wait()
 
 
 def _greet(listener: Listener) -> tuple[int, int, Connection]:
